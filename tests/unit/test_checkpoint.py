@@ -11,7 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from vllm_eesd.exit_head.checkpoint import ExitHeadConfig, Prior, Verifier, expected_shapes, read_tensors, write_head
+from vllm_eesd.exit_head.checkpoint import ExitHeadConfig, Prior, Verifier, read_tensors, write_head
+from vllm_eesd.exit_head.shapes import expected_shapes
 
 HIDDEN, LAYERS, VOCAB = 32, 6, 64
 LAYER_CONFIG = {
@@ -32,7 +33,12 @@ def make_config(**changes) -> ExitHeadConfig:
         num_hidden_layers=LAYERS,
         vocab_size=VOCAB,
     )
-    fields = {"exit_layer": 2, "head_type": "transformer", "verifier": verifier, "transformer_layer_config": LAYER_CONFIG}
+    fields = {
+        "exit_layer": 2,
+        "head_type": "transformer",
+        "verifier": verifier,
+        "transformer_layer_config": LAYER_CONFIG,
+    }
     return ExitHeadConfig(**(fields | changes))
 
 
@@ -122,7 +128,11 @@ def test_write_head_replaces_a_head_and_nothing_else(head, tmp_path):
 @pytest.mark.parametrize(
     ("model_type", "flags", "extra"),
     [
-        ("llama", {"attention_bias": True}, {"layer.self_attn.o_proj.bias": (32,), "layer.self_attn.k_proj.bias": (16,)}),
+        (
+            "llama",
+            {"attention_bias": True},
+            {"layer.self_attn.o_proj.bias": (32,), "layer.self_attn.k_proj.bias": (16,)},
+        ),
         ("llama", {"mlp_bias": True}, {"layer.mlp.gate_proj.bias": (48,), "layer.mlp.down_proj.bias": (32,)}),
         ("qwen2", {}, {"layer.self_attn.q_proj.bias": (32,), "layer.self_attn.v_proj.bias": (16,)}),
         ("qwen3", {}, {"layer.self_attn.q_norm.weight": (8,), "layer.self_attn.k_norm.weight": (8,)}),
@@ -209,7 +219,9 @@ def test_another_target(head, changes, words):
 
 
 def test_unstated_target_fields_are_not_compared():
-    make_config().check_target(SimpleNamespace(hidden_size=HIDDEN, num_hidden_layers=LAYERS, vocab_size=VOCAB, architectures=None))
+    make_config().check_target(
+        SimpleNamespace(hidden_size=HIDDEN, num_hidden_layers=LAYERS, vocab_size=VOCAB, architectures=None)
+    )
 
 
 @pytest.mark.parametrize("kept", [0, 4, 8, 100, 2_000])

@@ -18,6 +18,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError, field_validator, mo
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from vllm_eesd.exit_head.shapes import expected_shapes
+
 CONFIG_NAME = "config.json"
 WEIGHTS_NAME = "model.safetensors"
 SPECULATORS_MODEL_TYPE = "eesd"
@@ -28,13 +30,6 @@ MAX_CONFIG_BYTES = 1 << 20
 MAX_HEADER_BYTES = 1 << 20
 WEIGHT_DTYPES = {"F32", "F16", "BF16"}
 PICKLE_SUFFIXES = {".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt"}
-# Tensors a decoder layer has beyond the Llama set, per model_type; a model_type missing here is refused.
-EXTRA_TENSORS = {
-    "llama": (),
-    "mistral": (),
-    "qwen2": ("self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias"),
-    "qwen3": ("self_attn.q_norm.weight", "self_attn.k_norm.weight"),
-}
 # What must agree between the head's layer and the target's, where both state it.
 LAYER_FIELDS = ("model_type", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
 # Keys other tools add to a config.json; they say nothing about the head.
@@ -115,7 +110,7 @@ class ExitHeadConfig(BaseModel):
     def _consistent(self) -> Self:
         _check_exit_layer(self.exit_layer, self.head_type, self.verifier.num_hidden_layers)
         if self.head_type == "transformer":
-            expected_shapes(self)
+            expected_shapes(self)  # refuses a layer config that lacks or contradicts a size
         return self
 
     @classmethod
@@ -158,7 +153,7 @@ class ExitHeadConfig(BaseModel):
         """Refuse a target this head was not made for.
 
         Args:
-            hf_text_config: the target's text config; attributes as in transformers. What it does not state is not compared.
+            hf_text_config: the target's text config; what it does not state is not compared.
         Raises:
             ValueError: one line with the field, the head's value and the target's.
         """
@@ -167,7 +162,8 @@ class ExitHeadConfig(BaseModel):
         architectures = getattr(hf_text_config, "architectures", None)
         if architectures and self.verifier.architecture not in architectures:
             raise ValueError(
-                f"{name}: architecture: the head has {self.verifier.architecture!r}, the target {architectures[0]!r}; {advice}"
+                f"{name}: architecture: the head has {self.verifier.architecture!r}, "
+                f"the target {architectures[0]!r}; {advice}"
             )
         pairs = [(field, getattr(self.verifier, field)) for field in ("hidden_size", "num_hidden_layers", "vocab_size")]
         if self.head_type == "transformer":
@@ -204,43 +200,6 @@ class ExitHeadConfig(BaseModel):
         return temporary
 
 
-def expected_shapes(config: ExitHeadConfig) -> dict[str, tuple[int, ...]]:
-    """Return name -> shape of every tensor a head's model.safetensors must hold; empty if headless.
-
-    Raises:
-        ValueError: transformer_layer_config lacks a size, contradicts the verifier, or is of an unknown model_type.
-    """
-    if config.head_type == "headless":
-        return {}
-    layer = config.transformer_layer_config
-    model_type = layer.get("model_type")
-    if model_type not in EXTRA_TENSORS:
-        raise ValueError(f"transformer_layer_config.model_type is {model_type!r}, must be one of {sorted(EXTRA_TENSORS)}")
-    hidden, inner = _size(layer, "hidden_size"), _size(layer, "intermediate_size")
-    if hidden != config.verifier.hidden_size:
-        raise ValueError(f"transformer_layer_config.hidden_size is {hidden}, verifier.hidden_size {config.verifier.hidden_size}")
-    heads = _size(layer, "num_attention_heads")
-    kv_heads = _size(layer, "num_key_value_heads", heads)
-    head_dim = _size(layer, "head_dim", max(1, hidden // heads))
-    shapes = {
-        "self_attn.q_proj.weight": (heads * head_dim, hidden),
-        "self_attn.k_proj.weight": (kv_heads * head_dim, hidden),
-        "self_attn.v_proj.weight": (kv_heads * head_dim, hidden),
-        "self_attn.o_proj.weight": (hidden, heads * head_dim),
-        "mlp.gate_proj.weight": (inner, hidden),
-        "mlp.up_proj.weight": (inner, hidden),
-        "mlp.down_proj.weight": (hidden, inner),
-        "input_layernorm.weight": (hidden,),
-        "post_attention_layernorm.weight": (hidden,),
-    }
-    extra = list(EXTRA_TENSORS[model_type])
-    biased = [name for name, flag in (("self_attn", "attention_bias"), ("mlp", "mlp_bias")) if layer.get(flag)]
-    extra += [n.replace(".weight", ".bias") for n in shapes if n.endswith("_proj.weight") and n.split(".")[0] in biased]
-    for name in extra:
-        shapes[name] = shapes[name.replace(".bias", ".weight")][:1] if name.endswith(".bias") else (head_dim,)
-    return {f"layer.{name}": shape for name, shape in shapes.items()} | {"norm.weight": (hidden,)}
-
-
 def read_tensors(directory: str | os.PathLike) -> dict[str, torch.Tensor]:
     """Return the head's tensors, on the CPU, in the dtype they were saved in; empty if headless.
 
@@ -251,7 +210,9 @@ def read_tensors(directory: str | os.PathLike) -> dict[str, torch.Tensor]:
     path = Path(directory) / WEIGHTS_NAME
     if config.head_type == "headless":
         if path.exists():
-            raise ValueError(f"{path}: head_type is 'headless', which has no weights; remove the file or use 'transformer'")
+            raise ValueError(
+                f"{path}: head_type is 'headless', which has no weights; remove the file or use 'transformer'"
+            )
         return {}
     _check_weights_file(path)
     expected = expected_shapes(config)
@@ -260,7 +221,9 @@ def read_tensors(directory: str | os.PathLike) -> dict[str, torch.Tensor]:
             _check_names_and_shapes(path, file, expected)
             return {name: file.get_tensor(name) for name in expected}
     except (SafetensorError, OSError) as error:
-        raise ValueError(f"{path}: damaged or truncated safetensors ({_flat(error)}); copy or distill the head again") from None
+        raise ValueError(
+            f"{path}: damaged or truncated safetensors ({_flat(error)}); copy or distill the head again"
+        ) from None
 
 
 def write_head(directory: str | os.PathLike, config: ExitHeadConfig, tensors: dict[str, torch.Tensor]) -> None:
@@ -283,7 +246,9 @@ def write_head(directory: str | os.PathLike, config: ExitHeadConfig, tensors: di
         if _read_config_json(directory / CONFIG_NAME).get("speculators_model_type") != SPECULATORS_MODEL_TYPE:
             raise ValueError(f"{directory}: holds a config.json that is not an exit head's; choose another directory")
     elif (directory / WEIGHTS_NAME).exists():
-        raise ValueError(f"{directory}: holds {WEIGHTS_NAME} without an exit head's config.json; choose another directory")
+        raise ValueError(
+            f"{directory}: holds {WEIGHTS_NAME} without an exit head's config.json; choose another directory"
+        )
     with tempfile.TemporaryDirectory(dir=directory, prefix=".head.") as temporary:
         if tensors:
             contiguous = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
@@ -300,7 +265,9 @@ def write_head(directory: str | os.PathLike, config: ExitHeadConfig, tensors: di
 def _check_exit_layer(exit_layer: int, head_type: str, num_hidden_layers: int) -> None:
     last = num_hidden_layers if head_type == "headless" else num_hidden_layers - 1
     if not 1 <= exit_layer <= last:
-        raise ValueError(f"exit_layer is {exit_layer}, must be 1 to {last} for a {head_type} head on {num_hidden_layers} layers")
+        raise ValueError(
+            f"exit_layer is {exit_layer}, must be 1 to {last} for a {head_type} head on {num_hidden_layers} layers"
+        )
 
 
 def _read_config_json(path: Path) -> dict[str, Any]:
@@ -323,7 +290,9 @@ def _check_weights_file(path: Path) -> None:
     if not path.is_file():
         pickled = sorted(p.name for p in path.parent.iterdir() if p.suffix in PICKLE_SUFFIXES)
         if pickled:
-            raise ValueError(f"{path.parent}: weights are pickled ({pickled[0]}), which is never loaded; save them as {WEIGHTS_NAME}")
+            raise ValueError(
+                f"{path.parent}: weights are pickled ({pickled[0]}), which is never loaded; save them as {WEIGHTS_NAME}"
+            )
         raise ValueError(f"{path.parent}: no {WEIGHTS_NAME}; a transformer head needs it, distill or copy it again")
     size = path.stat().st_size
     with path.open("rb") as file:
@@ -331,7 +300,9 @@ def _check_weights_file(path: Path) -> None:
     if size < 8 or header > size - 8 and header <= MAX_HEADER_BYTES:
         raise ValueError(f"{path}: truncated safetensors ({size} bytes); copy or distill the head again")
     if header > MAX_HEADER_BYTES:
-        raise ValueError(f"{path}: not an exit head's safetensors: header of {header} bytes, at most {MAX_HEADER_BYTES}")
+        raise ValueError(
+            f"{path}: not an exit head's safetensors: header of {header} bytes, at most {MAX_HEADER_BYTES}"
+        )
 
 
 def _check_names_and_shapes(path: Path, file: Any, expected: dict[str, tuple[int, ...]]) -> None:
@@ -348,14 +319,6 @@ def _check_same_names(path: Path, found: set[str], expected: set[str]) -> None:
     for kind, names in (("missing", expected - found), ("unexpected", found - expected)):
         if names:
             raise ValueError(f"{path}: {kind} tensor {min(names)!r} ({len(names)} {kind}, {len(expected)} expected)")
-
-
-def _size(layer: dict[str, Any], field: str, default: int | None = None) -> int:
-    value = layer.get(field)
-    value = default if value is None else value
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"transformer_layer_config.{field} is {value!r}, must be a whole number, 1 or more")
-    return value
 
 
 def _one_line(error: ValidationError) -> str:

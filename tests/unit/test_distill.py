@@ -1,0 +1,286 @@
+"""Distillation on a tiny random Llama: it learns, it resumes to the bit, it writes what the loader reads."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from vllm_eesd.distill import losses
+from vllm_eesd.distill.data import TokenData, read_sources, spaced_windows
+from vllm_eesd.distill.generate import continue_windows, generated_windows
+from vllm_eesd.distill.metrics import evaluate
+from vllm_eesd.distill.model import Target, load_target, new_head
+from vllm_eesd.distill.run import run
+from vllm_eesd.distill.train import TrainConfig, train
+from vllm_eesd.exit_head.checkpoint import ExitHeadConfig, read_tensors
+
+VOCAB, LAYERS, SEQ_LEN = 64, 4, 32
+# Two float32 implementations of the same sums, over some dozens of terms each.
+FLOAT32_TOLERANCE = 1e-5
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """These tensors are tiny: a second thread only waits, for long where the machine is busy."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory):
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        tie_word_embeddings=False,
+        initializer_range=0.2,  # the default leaves a random model's logits nearly flat: everything would agree
+    )
+    directory = tmp_path_factory.mktemp("target")
+    LlamaForCausalLM(config).save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture
+def text(tmp_path):
+    np.random.default_rng(0).integers(0, VOCAB, 4_000).astype(np.uint16).tofile(tmp_path / "text.bin")
+    return tmp_path / "text.bin"
+
+
+def make_target(model_dir, exit_layer: int = 1) -> Target:
+    return load_target(str(model_dir), exit_layer, "cpu")
+
+
+def make_args(model_dir, text, output, **changes) -> Namespace:
+    given = {
+        "model": str(model_dir),
+        "exit_layer": 1,
+        "data": [str(text)],
+        "output": str(output),
+        "steps": 12,
+        "minutes": None,
+    }
+    given |= {"batch": 4, "seq_len": SEQ_LEN, "lr": 3e-3, "init": "last", "seed": 0, "work": None, "json": None}
+    return Namespace(**(given | changes))
+
+
+def refused(call, *words: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        call()
+    assert "\n" not in str(caught.value)
+    for word in words:
+        assert word in str(caught.value), str(caught.value)
+
+
+def test_target_forward_is_transformers_own(model_dir):
+    target = make_target(model_dir, exit_layer=2)
+    ids = torch.randint(VOCAB, (3, SEQ_LEN), generator=torch.Generator().manual_seed(1))
+    exit_hidden, hidden, _ = target(ids)
+    output = target.model(ids, output_hidden_states=True)
+    torch.testing.assert_close(target.lm_head(hidden), output.logits, atol=FLOAT32_TOLERANCE, rtol=0)
+    torch.testing.assert_close(exit_hidden, output.hidden_states[2], atol=FLOAT32_TOLERANCE, rtol=0)
+
+
+def test_cloned_last_layer_is_the_target(model_dir):
+    windows = torch.randint(VOCAB, (4, SEQ_LEN), generator=torch.Generator().manual_seed(1))
+    target = make_target(model_dir, exit_layer=LAYERS - 1)
+    for init in ("last", "exit"):
+        same = evaluate(target, new_head(target, init), windows)
+        assert same["agreement"] == 1.0 and same["expected_matches"] == 8.0
+        assert abs(same["kl"]) < FLOAT32_TOLERANCE and same["overlap"] == pytest.approx(1, abs=FLOAT32_TOLERANCE)
+    shallow = make_target(model_dir, exit_layer=1)
+    assert evaluate(shallow, new_head(shallow, "last"), windows)["agreement"] < 0.9
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("num_tokens", [1, 5, 7])
+def test_loss_and_gradient(monkeypatch, num_tokens, biased):
+    monkeypatch.setattr(losses, "CHUNK_LOGITS", 3 * 11)
+    torch.manual_seed(0)
+    draft, target, weight = (
+        torch.randn(num_tokens, 8, requires_grad=True),
+        torch.randn(num_tokens, 8),
+        torch.randn(11, 8),
+    )
+    bias = torch.randn(11) if biased else None
+    loss = losses.forward_kl(draft, target, weight, bias)
+    (gradient,) = torch.autograd.grad(2 * loss, draft)
+    p, q = (torch.nn.functional.linear(x, weight, bias).log_softmax(-1) for x in (target, draft))
+    expected = torch.nn.functional.kl_div(q, p, log_target=True, reduction="batchmean")
+    (expected_gradient,) = torch.autograd.grad(2 * expected, draft)
+    torch.testing.assert_close(loss, expected, atol=FLOAT32_TOLERANCE, rtol=FLOAT32_TOLERANCE)
+    torch.testing.assert_close(gradient, expected_gradient, atol=FLOAT32_TOLERANCE, rtol=FLOAT32_TOLERANCE)
+
+
+def test_expected_matches_counts_leading_matches(model_dir, monkeypatch):
+    target = make_target(model_dir)
+    head = new_head(target, "last")
+    wanted = torch.tensor([1, 1, 0, 1, 1, 1, 1, 1, 1, 1, 0, 1]).bool()
+    # Two tokens of vocabulary: the head says 0 where it should match and 1 elsewhere, the target always 0.
+    one_hot = torch.stack([wanted, ~wanted], -1).float()[None] * 9
+    monkeypatch.setattr(Target, "forward", lambda self, ids: (None, torch.tensor([9.0, 0]).expand(1, 12, 2), None))
+    monkeypatch.setattr(type(head), "forward", lambda self, *_: one_hot)
+    target.model.lm_head = torch.nn.Linear(2, 2, bias=False)
+    torch.nn.init.eye_(target.model.lm_head.weight)
+    with torch.no_grad():
+        measured = evaluate(target, head, torch.zeros(1, 12, dtype=torch.int64))
+    runs = [2, 1, 0, 7, 6]  # leading matches among the 8 positions from each start with 8 left
+    assert measured["expected_matches"] == pytest.approx(sum(runs) / 5)
+    assert measured["agreement"] == pytest.approx(10 / 12)
+    assert measured["matches_per_position"][:2] == [0.8, 0.6]
+
+
+def test_training_lowers_the_loss(model_dir, text):
+    target = make_target(model_dir)
+    data = TokenData(read_sources([text], None, VOCAB))
+    head = new_head(target, "last")
+    before = {name: tensor.clone() for name, tensor in target.state_dict().items()}
+    windows = spaced_windows(data.text, 8, SEQ_LEN)
+    untrained = evaluate(target, head, windows)
+    record = train(target, head, data, TrainConfig(steps=80, batch=8, seq_len=SEQ_LEN, lr=5e-3))
+    trained = evaluate(target, head, windows)
+    assert trained["kl"] < 0.7 * untrained["kl"] and trained["overlap"] > untrained["overlap"]
+    assert record["steps"] == len(record["losses"]) == 80
+    assert all(torch.equal(tensor, before[name]) for name, tensor in target.state_dict().items())
+
+
+@pytest.mark.parametrize("stopped_at", [1, 7])
+def test_killed_and_resumed_is_uninterrupted(model_dir, text, tmp_path, stopped_at):
+    target = make_target(model_dir)
+    config = TrainConfig(steps=12, batch=4, seq_len=SEQ_LEN)
+    data = TokenData(read_sources([text], None, VOCAB))
+    whole = new_head(target, "last")
+    train(target, whole, data, config)
+
+    def interrupt(step, loss):
+        if step == stopped_at:
+            raise KeyboardInterrupt
+
+    checkpoint = tmp_path / "checkpoint.pt"
+    with pytest.raises(KeyboardInterrupt):
+        train(target, new_head(target, "last"), data, config, checkpoint, interrupt)
+    resumed = new_head(target, "last")
+    record = train(target, resumed, data, config, checkpoint)
+    assert record["steps"] == len(record["losses"]) == 12
+    for name, tensor in whole.state_dict().items():
+        assert torch.equal(resumed.state_dict()[name], tensor), name
+    refused(lambda: train(target, resumed, data, config.model_copy(update={"lr": 2e-3}), checkpoint), "lr", "0.002")
+    checkpoint.write_bytes(checkpoint.read_bytes()[:1000])
+    refused(lambda: train(target, resumed, data, config, checkpoint), "damaged")
+
+
+def test_generation_is_the_targets_own(model_dir, text):
+    target = make_target(model_dir)
+    prompts = spaced_windows(read_sources([text], None, VOCAB), 3, 6)
+    windows = continue_windows(target, prompts, 20, torch.tensor([0.0, 0.0, 5.0]), seed=0)
+    assert windows.shape == (3, 20) and torch.equal(windows[:, :6], prompts)
+    choices = target.model(windows).logits.argmax(-1)[:, 5:-1]
+    assert torch.equal(choices[:2], windows[:2, 6:]) and not torch.equal(choices[2], windows[2, 6:])
+
+
+def test_generated_windows_are_made_once(model_dir, text, tmp_path, monkeypatch):
+    from vllm_eesd.distill import generate
+
+    monkeypatch.setattr(generate, "BATCH", 4)
+    target, sources = make_target(model_dir), read_sources([text], None, VOCAB)
+    whole = np.array(generated_windows(target, sources, tmp_path, 10, SEQ_LEN, 1.0, seed=0))
+    assert whole.shape == (10, SEQ_LEN) and whole.max() < VOCAB
+    path = tmp_path / "generated.bin"
+    path.write_bytes(path.read_bytes()[: 5 * SEQ_LEN * 2])  # killed within the second batch
+    assert np.array_equal(generated_windows(target, sources, tmp_path, 10, SEQ_LEN, 1.0, seed=0), whole)
+    monkeypatch.setattr(generate, "continue_windows", None)
+    assert np.array_equal(generated_windows(target, sources, tmp_path, 10, SEQ_LEN, 1.0, seed=0), whole)
+    refused(lambda: generated_windows(target, sources, tmp_path, 10, SEQ_LEN, 0.5, seed=0), "generated.bin", "remove")
+    batch = TokenData(sources, whole).batch_at(3, 8, SEQ_LEN, seed=0)
+    own = {tuple(row) for row in whole.tolist()}
+    assert [tuple(row) in own for row in batch.tolist()] == [False] * 4 + [True] * 4
+
+
+def test_run_writes_a_head_that_loads(model_dir, text, tmp_path, capsys):
+    head = tmp_path / "head"
+    args = make_args(
+        model_dir, text, head, work=str(tmp_path / "work"), json=str(tmp_path / "out.json"), self_generate=4
+    )
+    assert run(args) == 0
+    config, tensors = ExitHeadConfig.load(head), read_tensors(head)
+    config.check_target(LlamaConfig.from_pretrained(model_dir))
+    assert (config.exit_layer, config.head_type, len(tensors)) == (1, "transformer", 10)
+    assert config.prior.alpha + config.prior.beta == pytest.approx(10)
+    assert config.verifier.name_or_path == model_dir.name
+    record = json.loads((tmp_path / "out.json").read_text())
+    assert record["steps"] == 12 and set(record["after"]) == {"text", "greedy"}
+    assert record["after"]["text"]["kl"] < record["before"]["text"]["kl"]
+    out = capsys.readouterr().out
+    assert f'vllm serve {model_dir} --speculative-config \'{{"method": "eesd", "model": "{head}"}}\'' in out
+    # The finished run resumes at its end: the same head again.
+    assert run(args) == 0
+    assert all(torch.equal(tensor, tensors[name]) for name, tensor in read_tensors(head).items())
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model": "/nowhere"}, ("model", "/nowhere")),
+        ({"exit_layer": 0}, ("exit_layer", "is 0", "1 to 3")),
+        ({"exit_layer": LAYERS}, ("exit_layer", "is 4", "1 to 3")),
+        ({"data": ["/nowhere.bin"]}, ("data", "/nowhere.bin")),
+        ({"seq_len": 3_000}, ("seq_len", "128")),
+        ({"steps": 0}, ("steps", "0")),
+        ({"lr": -1.0}, ("lr", "-1")),
+        ({"self_generate": -1}, ("self_generate", "-1")),
+        ({"self_generate": 1, "temperature": -1.0}, ("temperature", "-1")),
+    ],
+)
+def test_bad_arguments(model_dir, text, tmp_path, changes, words):
+    refused(lambda: run(make_args(model_dir, text, tmp_path / "head", **changes)), *words)
+    assert not (tmp_path / "head").exists()
+
+
+def test_output_never_replaces_a_model(model_dir, text):
+    refused(lambda: run(make_args(model_dir, text, model_dir)), "another model", "eesd")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("a.bin", b"", ("empty",)),
+        ("a.bin", b"\x01", ("whole number",)),
+        ("a.bin", b"\xff\xff" * 200, ("65535", "64")),
+        ("a.bin", b"\x01\x00" * 40, ("40 tokens", "64")),
+        ("a.py", b"\xff\xfe", ("not UTF-8",)),
+        ("a.jsonl", b'{"text": "x"}\n{', ("line 2", "not JSON")),
+        ("a.jsonl", b'{"words": 1}', ("line 1", "text")),
+    ],
+)
+def test_bad_data(model_dir, tmp_path, monkeypatch, name, content, words):
+    monkeypatch.setattr("vllm_eesd.distill.run.AutoTokenizer.from_pretrained", lambda _: None)
+    (tmp_path / name).write_bytes(content)
+    refused(
+        lambda: run(make_args(model_dir, tmp_path / name, tmp_path / "head")),
+        name if "tokens" not in words[0] else "",
+        *words,
+    )
+
+
+def test_text_files_are_tokenised(tmp_path):
+    class ByteTokenizer:
+        eos_token_id = 0
+
+        def __call__(self, text, add_special_tokens):
+            return {"input_ids": list(text.encode())}
+
+    (tmp_path / "a.py").write_text("ab")
+    (tmp_path / "b.jsonl").write_text('{"text": "c"}\n\n{"prompt": "d"}\n')
+    python, lines = read_sources([tmp_path / "a.py", tmp_path / "b.jsonl"], ByteTokenizer(), 256)
+    assert python.tolist() == [97, 98, 0] and lines.tolist() == [99, 0, 100, 0]

@@ -1,0 +1,154 @@
+"""Token windows to distill on; a batch is a function of (seed, step), which is what makes a resumed run exact."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+# Fields of a JSONL line that hold text, in the order they are looked for.
+TEXT_FIELDS = ("text", "content", "code", "prompt")
+# Share of each file kept for measuring when no held-out file is given.
+HELD_OUT_SHARE = 0.05
+# Half of every batch is the target's own text: that is what the head meets when it drafts; the rest keeps prompts good.
+SELF_SHARE = 0.5
+
+
+@dataclass(frozen=True)
+class TokenData:
+    """What a run trains on.
+
+    Attributes:
+        text: [num_tokens] per source, uint16 or uint32; windows start anywhere.
+        generated: [num_windows, seq_len] text of the target's own, or None; windows are taken whole.
+    """
+
+    text: list[np.ndarray]
+    generated: np.ndarray | None = None
+
+    def batch_at(self, step: int, batch: int, seq_len: int, seed: int) -> torch.Tensor:
+        """Return [batch, seq_len] int64, depending on the arguments only."""
+        rng = np.random.default_rng((seed, step))
+        num_starts = np.array([len(tokens) - seq_len + 1 for tokens in self.text])
+        num_generated = 0 if self.generated is None else round(batch * SELF_SHARE)
+        rows = []
+        for source in rng.choice(len(self.text), batch - num_generated, p=num_starts / num_starts.sum()):
+            start = rng.integers(num_starts[source])
+            rows.append(self.text[source][start : start + seq_len])
+        if num_generated:
+            rows += [self.generated[i] for i in rng.integers(len(self.generated), size=num_generated)]
+        return torch.from_numpy(np.stack(rows).astype(np.int64))
+
+
+def spaced_windows(sources: list[np.ndarray], count: int, seq_len: int) -> torch.Tensor:
+    """Return [count, seq_len] int64, evenly spaced over all sources."""
+    windows, lengths = [], np.array([len(tokens) for tokens in sources])
+    shares = np.maximum(1, np.round(count * lengths / lengths.sum())).astype(int)
+    for tokens, share in zip(sources, shares, strict=True):
+        starts = np.linspace(0, len(tokens) - seq_len, share).astype(int)
+        windows += [tokens[start : start + seq_len] for start in starts]
+    kept = np.linspace(0, len(windows) - 1, min(count, len(windows))).astype(int)
+    return torch.from_numpy(np.stack([windows[i] for i in kept]).astype(np.int64))
+
+
+def read_sources(paths: list[Path], tokenizer: Any, vocab_size: int) -> list[np.ndarray]:
+    """Return the tokens of each file.
+
+    Args:
+        paths: `.bin` (token ids, uint16 where the vocabulary fits, else uint32), `.jsonl`, or any text file.
+        tokenizer: of the target; may be None where all files are `.bin`.
+    Raises:
+        ValueError: a file is missing, empty, unreadable, or holds ids outside the target's vocabulary.
+    """
+    return [_read_source(Path(path), tokenizer, vocab_size) for path in paths]
+
+
+def split_held_out(sources: list[np.ndarray], seq_len: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Return (training, held-out) tokens: the end of each source is held out.
+
+    Raises:
+        ValueError: no source is long enough for a training and a held-out window.
+    """
+    train, held_out = [], []
+    for tokens in sources:
+        kept = max(seq_len, int(len(tokens) * HELD_OUT_SHARE))
+        if len(tokens) >= 2 * seq_len:
+            train.append(tokens[:-kept])
+            held_out.append(tokens[-kept:])
+    if not train:
+        longest = max(len(tokens) for tokens in sources)
+        raise ValueError(
+            f"data: the longest file has {longest} tokens, at least {2 * seq_len} (2 x seq_len) are needed"
+        )
+    return train, held_out
+
+
+def long_enough(sources: list[np.ndarray], seq_len: int, field: str) -> list[np.ndarray]:
+    """Return the sources that hold a window.
+
+    Raises:
+        ValueError: none does.
+    """
+    usable = [tokens for tokens in sources if len(tokens) >= seq_len]
+    if not usable:
+        longest = max(len(tokens) for tokens in sources)
+        raise ValueError(f"{field}: the longest file has {longest} tokens, at least {seq_len} (seq_len) are needed")
+    return usable
+
+
+def token_dtype(vocab_size: int) -> type:
+    return np.uint16 if vocab_size <= 1 << 16 else np.uint32
+
+
+def _read_source(path: Path, tokenizer: Any, vocab_size: int) -> np.ndarray:
+    if not path.is_file():
+        raise ValueError(f"data: {path}: no such file; give text, .py, .jsonl or .bin files")
+    if path.stat().st_size == 0:
+        raise ValueError(f"data: {path}: empty file")
+    if path.suffix == ".bin":
+        dtype = np.dtype(token_dtype(vocab_size))
+        if path.stat().st_size % dtype.itemsize:
+            raise ValueError(f"data: {path}: {path.stat().st_size} bytes are no whole number of {dtype.name} token ids")
+        tokens = np.memmap(path, dtype=dtype, mode="r")
+    else:
+        try:
+            content = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"data: {path}: not UTF-8 ({error.reason} at byte {error.start})") from None
+        texts = _jsonl_texts(path, content) if path.suffix == ".jsonl" else [content]
+        tokens = _encode(texts, tokenizer, vocab_size)
+    if len(tokens) and (largest := int(tokens.max())) >= vocab_size:
+        raise ValueError(f"data: {path}: token id {largest}, the target's vocabulary has {vocab_size}")
+    return tokens
+
+
+def _jsonl_texts(path: Path, content: str) -> list[str]:
+    texts = []
+    for number, line in enumerate(content.splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except (json.JSONDecodeError, RecursionError):
+            raise ValueError(f"data: {path}, line {number}: not JSON") from None
+        text = (
+            next((row[f] for f in TEXT_FIELDS if isinstance(row.get(f), str)), None) if isinstance(row, dict) else None
+        )
+        if text is None:
+            raise ValueError(
+                f"data: {path}, line {number}: no text; one of {', '.join(TEXT_FIELDS)} must hold a string"
+            )
+        texts.append(text)
+    return texts
+
+
+def _encode(texts: list[str], tokenizer: Any, vocab_size: int) -> np.ndarray:
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    ids: list[int] = []
+    for text in texts:
+        ids += tokenizer(text, add_special_tokens=False)["input_ids"] + end
+    return np.array(ids, dtype=token_dtype(vocab_size))

@@ -1,0 +1,149 @@
+"""What `eesd distill` does: data, the target's own text, training, measuring, writing the head."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import ValidationError
+from transformers import AutoTokenizer
+
+from vllm_eesd.distill.data import TokenData, long_enough, read_sources, spaced_windows, split_held_out
+from vllm_eesd.distill.generate import generated_windows, greedy_held_out
+from vllm_eesd.distill.metrics import evaluate
+from vllm_eesd.distill.model import ExitHead, Target, head_config, load_target, new_head, saved_dtype
+from vllm_eesd.distill.train import TrainConfig, train
+from vllm_eesd.exit_head.checkpoint import Prior, write_head
+
+# Windows measured on; 64 x 512 tokens give the agreement to about 0.3 percentage points.
+HELD_OUT_WINDOWS = 64
+# Ten observations: a sensible first draft length, soon outweighed by what a request itself shows.
+PRIOR_OBSERVATIONS = 10
+
+
+def run(args: argparse.Namespace) -> int:
+    """Distill a head; print how well it predicts and the command that serves it.
+
+    Raises:
+        ValueError: a wrong argument or unusable data, before anything is trained or written.
+    """
+    config = _train_config(args)
+    _check_output(Path(args.output), args.model)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    target = load_target(args.model, args.exit_layer, device)
+    train_text, held_out_text = _read_text(args, target, config.seq_len)
+    with tempfile.TemporaryDirectory(prefix="eesd-distill-") as temporary:
+        work = Path(args.work or temporary)
+        work.mkdir(parents=True, exist_ok=True)
+        data = TokenData(train_text, _own_text(args, target, train_text, work, config))
+        head = new_head(target, config.init)
+        held_out = _held_out(args, target, held_out_text, config.seq_len)
+        before = _measure(target, head, held_out)
+        print(_describe("before", before), flush=True)
+        record = train(target, head, data, config, work / "checkpoint.pt" if args.work else None)
+    dtype = saved_dtype(args.model)
+    for parameter in head.parameters():
+        parameter.data = parameter.data.to(dtype).float()
+    after = _measure(target, head, held_out)
+    print(_describe("after", after), flush=True)
+    prior = _prior(after.get("greedy", after["text"])["agreement"])
+    tensors = {name: tensor.to(dtype) for name, tensor in head.state_dict().items()}
+    write_head(args.output, head_config(target, args.model, prior), tensors)
+    if args.json:
+        outcome = {"head": str(args.output), "exit_layer": target.exit_layer, "before": before, "after": after}
+        Path(args.json).parent.mkdir(parents=True, exist_ok=True)
+        Path(args.json).write_text(json.dumps(outcome | record, indent=1) + "\n")
+    print(f"wrote {args.output}; {record['tokens']} tokens in {record['minutes']:.1f} minutes")
+    print(f"next: {_serve_command(args.model, args.output)}")
+    return 0
+
+
+def _train_config(args: argparse.Namespace) -> TrainConfig:
+    given = {field: getattr(args, field, None) for field in TrainConfig.model_fields}
+    try:
+        return TrainConfig(**{field: value for field, value in given.items() if value is not None})
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise ValueError(f"{first['loc'][0]}: {first['msg']} (got {first['input']!r})") from None
+
+
+def _check_output(output: Path, model: str) -> None:
+    config = output / "config.json"
+    if output.exists() and not output.is_dir():
+        raise ValueError(f"output: {output} is not a directory; name a directory for the head")
+    if config.exists() and '"eesd"' not in config.read_text(encoding="utf-8", errors="replace"):
+        raise ValueError(
+            f"output: {output} holds another model; name another directory, such as {Path(model) / 'eesd'}"
+        )
+
+
+def _read_text(args: argparse.Namespace, target: Target, seq_len: int) -> tuple[list, list]:
+    longest = getattr(target.config, "max_position_embeddings", None)
+    if longest is not None and seq_len > longest:
+        raise ValueError(f"seq_len is {seq_len}, must be at most {longest}, the target's max_position_embeddings")
+    window = getattr(target.config, "sliding_window", None)
+    if window is not None and seq_len > window:
+        raise ValueError(f"seq_len is {seq_len}, must be at most {window}, the target's sliding_window")
+    paths, held_out_paths = [Path(p) for p in args.data], [Path(p) for p in getattr(args, "held_out", None) or []]
+    needs_tokenizer = any(path.suffix != ".bin" for path in paths + held_out_paths)
+    tokenizer = AutoTokenizer.from_pretrained(args.model) if needs_tokenizer else None
+    text = read_sources(paths, tokenizer, target.config.vocab_size)
+    if not held_out_paths:
+        return split_held_out(text, seq_len)
+    held_out = read_sources(held_out_paths, tokenizer, target.config.vocab_size)
+    return long_enough(text, seq_len, "data"), long_enough(held_out, seq_len, "held_out")
+
+
+def _own_text(args: argparse.Namespace, target: Target, text: list, work: Path, config: TrainConfig) -> Any:
+    count = getattr(args, "self_generate", None) or 0
+    temperature = getattr(args, "temperature", None)
+    temperature = 1.0 if temperature is None else temperature
+    if count < 0:
+        raise ValueError(f"self_generate is {count}, must be 0 or more")
+    if not 0 <= temperature < float("inf"):
+        raise ValueError(f"temperature is {temperature}, must be 0 or more and finite")
+    return generated_windows(target, text, work, count, config.seq_len, temperature, config.seed) if count else None
+
+
+def _held_out(
+    args: argparse.Namespace, target: Target, text: list, seq_len: int
+) -> dict[str, tuple[torch.Tensor, int]]:
+    """Return name -> (windows, first position measured): text, and the target's greedy text if it trains on that."""
+    held_out = {"text": (spaced_windows(text, HELD_OUT_WINDOWS, seq_len), 0)}
+    if getattr(args, "self_generate", None):
+        windows, first = greedy_held_out(target, text, HELD_OUT_WINDOWS, seq_len)
+        # The last prompt position is the first whose next token the target chose.
+        held_out["greedy"] = (windows, first - 1)
+    return held_out
+
+
+def _measure(
+    target: Target, head: ExitHead, held_out: dict[str, tuple[torch.Tensor, int]]
+) -> dict[str, dict[str, Any]]:
+    return {name: evaluate(target, head, windows, first) for name, (windows, first) in held_out.items()}
+
+
+def _describe(when: str, measured: dict[str, dict[str, Any]]) -> str:
+    parts = [
+        f"{name}: KL {m['kl']:.4f}, agreement {m['agreement']:.3f}, overlap {m['overlap']:.3f}, "
+        f"{m['expected_matches']:.2f} of 8 drafts match"
+        for name, m in measured.items()
+    ]
+    return f"{when}, held out; " + "; ".join(parts)
+
+
+def _prior(agreement: float) -> Prior:
+    accepted = min(max(agreement, 0.05), 0.95) * PRIOR_OBSERVATIONS
+    return Prior(alpha=round(accepted, 3), beta=round(PRIOR_OBSERVATIONS - accepted, 3))
+
+
+def _serve_command(model: str, output: str) -> str:
+    if Path(output).resolve() == (Path(model) / "eesd").resolve():
+        return f"vllm serve {shlex.quote(str(model))} --speculative-config eesd"
+    speculative = json.dumps({"method": "eesd", "model": str(output)})
+    return f"vllm serve {shlex.quote(str(model))} --speculative-config {shlex.quote(speculative)}"

@@ -1,0 +1,197 @@
+"""The training loop: a frozen target, one exit head, resumable to the bit."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor
+from tqdm import tqdm
+
+from vllm_eesd.distill.data import TokenData
+from vllm_eesd.distill.losses import forward_kl
+from vllm_eesd.distill.model import ExitHead, Target
+
+# A warm start needs only a short warm-up: it keeps AdamW's first, badly scaled steps small.
+WARMUP_STEPS = 30
+FINAL_LR_SHARE = 0.01
+SAVE_EVERY_S = 120
+
+
+class TrainConfig(BaseModel):
+    """How to train. The learning rate goes up over WARMUP_STEPS, then down along a cosine.
+
+    Attributes:
+        steps: optimizer steps of the whole run, resumed parts included.
+        minutes: stop after this long, resumed parts included, if earlier than steps; None is no limit.
+        batch: windows a step.
+        seq_len: tokens a window.
+        lr: AdamW's highest learning rate.
+        init: which target layer the head's starts from.
+        seed: of the order of the data and of generated text.
+        compile: torch.compile the step; slow to start, about a fifth faster on a CPU.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    steps: int = Field(1000, ge=1)
+    minutes: float | None = Field(None, gt=0)
+    batch: int = Field(8, ge=1)
+    seq_len: int = Field(512, ge=2)
+    lr: float = Field(1e-3, gt=0)
+    init: Literal["last", "exit"] = "last"
+    seed: int = Field(0, ge=0)
+    compile: bool = False
+
+
+def train(
+    target: Target,
+    head: ExitHead,
+    data: TokenData,
+    config: TrainConfig,
+    checkpoint: Path | None = None,
+    on_step: Callable[[int, float], None] | None = None,
+) -> dict[str, Any]:
+    """Train `head` in place and return {"steps", "tokens", "minutes", "tokens_per_s", "losses"}.
+
+    Args:
+        checkpoint: resumed from if it exists; written every two minutes, at the end, and when interrupted.
+        on_step: called with (steps done, loss) after every step.
+    Raises:
+        ValueError: the checkpoint belongs to another run.
+    """
+    device = target.lm_head.weight.device.type
+    optimizer = torch.optim.AdamW(_parameter_groups(head), lr=config.lr, betas=(0.9, 0.95))
+    run = {"step": 0, "elapsed_s": 0.0, "losses": []}
+    if checkpoint is not None and checkpoint.exists():
+        run = _resume(checkpoint, head, optimizer, config, target)
+    first, began = run["step"], time.monotonic() - run["elapsed_s"]
+    step_loss = _step_loss(target, head, device)
+    step_loss = torch.compile(step_loss) if config.compile else step_loss
+    saved_at = time.monotonic()
+    progress = tqdm(total=config.steps, initial=first, desc="distilling", unit="step")
+    try:
+        while run["step"] < config.steps and not _out_of_time(config, run):
+            for group in optimizer.param_groups:
+                group["lr"] = config.lr * learning_rate_scale(run["step"], run["elapsed_s"], config)
+            loss = step_loss(data.batch_at(run["step"], config.batch, config.seq_len, config.seed).to(device))
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(head.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            run["step"] += 1
+            run["elapsed_s"] = time.monotonic() - began
+            run["losses"].append(round(loss.item(), 5))
+            progress.update()
+            progress.set_postfix(loss=f"{sum(run['losses'][-20:]) / len(run['losses'][-20:]):.4f}", refresh=False)
+            if on_step is not None:
+                on_step(run["step"], run["losses"][-1])
+            if time.monotonic() - saved_at > SAVE_EVERY_S:
+                _save(checkpoint, head, optimizer, config, target, run)
+                saved_at = time.monotonic()
+    finally:
+        progress.close()
+        # Also when interrupted: a step is either wholly in the checkpoint or not at all.
+        _save(checkpoint, head, optimizer, config, target, run)
+    tokens = run["step"] * config.batch * config.seq_len
+    return {
+        "steps": run["step"],
+        "tokens": tokens,
+        "minutes": run["elapsed_s"] / 60,
+        "tokens_per_s": tokens / max(run["elapsed_s"], 1e-9),
+        "losses": run["losses"],
+    }
+
+
+def learning_rate_scale(step: int, elapsed_s: float, config: TrainConfig) -> float:
+    """Return the share of `lr` for a step; with a time limit, whichever of steps and time is further on counts."""
+    done = step / config.steps
+    if config.minutes is not None:
+        done = max(done, elapsed_s / (60 * config.minutes))
+    warmup = min(1.0, (step + 1) / WARMUP_STEPS)
+    cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
+    return warmup * (FINAL_LR_SHARE + (1 - FINAL_LR_SHARE) * cosine)
+
+
+def uses_bfloat16(device: str) -> bool:
+    """Return whether autocast to bfloat16 is faster there: on GPUs, and on CPUs that multiply it in hardware."""
+    return device == "cuda" or torch.cpu._is_avx512_bf16_supported()
+
+
+def _step_loss(target: Target, head: ExitHead, device: str) -> Callable[[Tensor], Tensor]:
+    def step_loss(ids: Tensor) -> Tensor:
+        with torch.autocast(device, dtype=torch.bfloat16, enabled=uses_bfloat16(device)):
+            with torch.no_grad():
+                exit_hidden, target_hidden, rotary = target(ids)
+            draft_hidden = head(exit_hidden, rotary)
+            lm_head = target.lm_head
+            return forward_kl(draft_hidden.flatten(0, 1), target_hidden.flatten(0, 1), lm_head.weight, lm_head.bias)
+
+    return step_loss
+
+
+def _parameter_groups(head: ExitHead) -> list[dict[str, Any]]:
+    matrices = [p for p in head.parameters() if p.ndim == 2]
+    others = [p for p in head.parameters() if p.ndim != 2]
+    return [{"params": matrices, "weight_decay": 0.01}, {"params": others, "weight_decay": 0.0}]
+
+
+def _out_of_time(config: TrainConfig, run: dict[str, Any]) -> bool:
+    return config.minutes is not None and run["elapsed_s"] >= 60 * config.minutes
+
+
+def _identity(config: TrainConfig, target: Target) -> dict[str, Any]:
+    """What must be the same for a checkpoint to be of this run; steps and minutes may grow."""
+    fields = config.model_dump(exclude={"steps", "minutes", "compile"})
+    weights = round(target.model.model.norm.weight.double().sum().item(), 6)
+    return fields | {"exit_layer": target.exit_layer, "target_weights": weights}
+
+
+def _save(
+    checkpoint: Path | None,
+    head: ExitHead,
+    optimizer: torch.optim.Optimizer,
+    config: TrainConfig,
+    target: Target,
+    run: dict[str, Any],
+) -> None:
+    if checkpoint is None:
+        return
+    state = {
+        "head": head.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "identity": _identity(config, target),
+        "run": run,
+    }
+    temporary = checkpoint.with_suffix(".tmp")
+    torch.save(state, temporary)
+    os.replace(temporary, checkpoint)
+
+
+def _resume(
+    checkpoint: Path,
+    head: ExitHead,
+    optimizer: torch.optim.Optimizer,
+    config: TrainConfig,
+    target: Target,
+) -> dict[str, Any]:
+    try:
+        state = torch.load(checkpoint, map_location="cpu", weights_only=True)
+        saved, run = state["identity"], state["run"]
+    except Exception as error:  # torch.load raises many kinds for a damaged file
+        reason = " ".join(str(error).split())[:120]
+        raise ValueError(f"work: {checkpoint} is damaged ({reason}); remove it to start again") from None
+    for field, value in _identity(config, target).items():
+        if saved.get(field) != value:
+            raise ValueError(
+                f"work: {checkpoint} has {field} {saved.get(field)!r}, this run {value!r}; use another --work"
+            )
+    head.load_state_dict(state["head"])
+    optimizer.load_state_dict(state["optimizer"])
+    return run

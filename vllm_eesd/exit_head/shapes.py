@@ -1,0 +1,65 @@
+"""Which tensors a transformer head holds, and their shapes, from its config alone."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm_eesd.exit_head.checkpoint import ExitHeadConfig
+
+# Tensors a decoder layer has beyond the Llama set, per model_type; a model_type missing here is refused.
+EXTRA_TENSORS = {
+    "llama": (),
+    "mistral": (),
+    "qwen2": ("self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias"),
+    "qwen3": ("self_attn.q_norm.weight", "self_attn.k_norm.weight"),
+}
+
+
+def expected_shapes(config: ExitHeadConfig) -> dict[str, tuple[int, ...]]:
+    """Return name -> shape of every tensor a head's model.safetensors must hold; empty if headless.
+
+    Raises:
+        ValueError: transformer_layer_config lacks a size, contradicts the verifier, or is of an unknown model_type.
+    """
+    if config.head_type == "headless":
+        return {}
+    layer = config.transformer_layer_config
+    model_type = layer.get("model_type")
+    if model_type not in EXTRA_TENSORS:
+        raise ValueError(
+            f"transformer_layer_config.model_type is {model_type!r}, must be one of {sorted(EXTRA_TENSORS)}"
+        )
+    hidden, inner = _size(layer, "hidden_size"), _size(layer, "intermediate_size")
+    if hidden != config.verifier.hidden_size:
+        raise ValueError(
+            f"transformer_layer_config.hidden_size is {hidden}, verifier.hidden_size {config.verifier.hidden_size}"
+        )
+    heads = _size(layer, "num_attention_heads")
+    kv_heads = _size(layer, "num_key_value_heads", heads)
+    head_dim = _size(layer, "head_dim", max(1, hidden // heads))
+    shapes = {
+        "self_attn.q_proj.weight": (heads * head_dim, hidden),
+        "self_attn.k_proj.weight": (kv_heads * head_dim, hidden),
+        "self_attn.v_proj.weight": (kv_heads * head_dim, hidden),
+        "self_attn.o_proj.weight": (hidden, heads * head_dim),
+        "mlp.gate_proj.weight": (inner, hidden),
+        "mlp.up_proj.weight": (inner, hidden),
+        "mlp.down_proj.weight": (hidden, inner),
+        "input_layernorm.weight": (hidden,),
+        "post_attention_layernorm.weight": (hidden,),
+    }
+    extra = list(EXTRA_TENSORS[model_type])
+    biased = [name for name, flag in (("self_attn", "attention_bias"), ("mlp", "mlp_bias")) if layer.get(flag)]
+    extra += [n.replace(".weight", ".bias") for n in shapes if n.endswith("_proj.weight") and n.split(".")[0] in biased]
+    for name in extra:
+        shapes[name] = shapes[name.replace(".bias", ".weight")][:1] if name.endswith(".bias") else (head_dim,)
+    return {f"layer.{name}": shape for name, shape in shapes.items()} | {"norm.weight": (hidden,)}
+
+
+def _size(layer: dict[str, Any], field: str, default: int | None = None) -> int:
+    value = layer.get(field)
+    value = default if value is None else value
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"transformer_layer_config.{field} is {value!r}, must be a whole number, 1 or more")
+    return value
