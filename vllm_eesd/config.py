@@ -1,0 +1,60 @@
+"""What a user may set: one frozen, validated object."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+#: Longer drafts have never paid off anywhere, and every scheduled draft costs verification work and KV slots.
+MAX_SPECULATIVE_TOKENS = 32
+
+
+class EESDConfig(BaseModel):
+    """The fields of `--speculative-config '{"method": "eesd", ...}'`.
+
+    Attributes:
+        model: exit-head directory; None looks for `<target>/eesd/`.
+        exit_layer: N, the target layers a draft runs through, 0 < N < L; None takes the head's own.
+        num_speculative_tokens: the longest draft, in tokens; the policy may stop earlier.
+        policy: how the draft length is chosen, see `vllm_eesd.policy`.
+        policy_args: keyword arguments of that policy.
+        draft_sample_method: "greedy" drafts the most probable token, verified as one-hot.
+        seed: seed of the policy's own random generator (independent of sampling).
+    Source: arXiv 2406.03853, sections 3.1 and 3.3.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    model: str | None = None
+    exit_layer: int | None = Field(None, ge=1)
+    num_speculative_tokens: int = Field(8, ge=1, le=MAX_SPECULATIVE_TOKENS)
+    policy: Literal["beta_ts", "fixed"] = "beta_ts"
+    policy_args: dict[str, Any] = Field(default_factory=dict)
+    draft_sample_method: Literal["greedy"] = "greedy"
+    seed: int = Field(0, ge=0)
+
+    @classmethod
+    def parse(cls, spec: str | dict[str, Any] | None) -> EESDConfig:
+        """Return the config a user's `speculative_config` describes.
+
+        Args:
+            spec: "eesd" or a mapping with `method` = "eesd".
+        Raises:
+            ValueError: one line naming the field, the value and what is allowed.
+        """
+        fields = {} if isinstance(spec, str) or spec is None else {k: v for k, v in spec.items() if k != "method"}
+        try:
+            return cls(**fields)
+        except ValidationError as error:
+            raise ValueError(_first_error(error)) from None
+
+
+def _first_error(error: ValidationError) -> str:
+    """Return pydantic's first complaint as one line in the user's words."""
+    first = error.errors(include_url=False)[0]
+    field = ".".join(str(part) for part in first["loc"])
+    if first["type"] == "extra_forbidden":
+        return f"eesd: unknown field {field!r}; allowed: method, {', '.join(EESDConfig.model_fields)}"
+    allowed = first["msg"][0].lower() + first["msg"][1:]
+    return f"eesd: {field}={first['input']!r} is not valid: {allowed}"

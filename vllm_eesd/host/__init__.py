@@ -1,0 +1,1 @@
+"""Everything that touches vLLM. Nothing outside this package imports vLLM's private modules."""

@@ -1,0 +1,42 @@
+"""The only place that names vLLM's internal types. Importing it imports vLLM."""
+
+from vllm import __version__ as VLLM_VERSION
+from vllm.config import CompilationMode, ModelConfig, ParallelConfig, SpeculativeConfig, VllmConfig
+from vllm.compilation.backends import set_model_tag
+from vllm.compilation.decorators import support_torch_compile
+from vllm.engine.arg_utils import EngineArgs
+from vllm.forward_context import (
+    create_forward_context,
+    get_forward_context,
+    override_forward_context,
+)
+from vllm.logger import init_logger
+from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.model_loader.utils import process_weights_after_loading
+from vllm.model_executor.models.utils import AutoWeightsLoader
+from vllm.utils.torch_utils import direct_register_custom_op, set_default_torch_dtype
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+__all__ = [
+    "VLLM_VERSION",
+    "AutoWeightsLoader",
+    "CommonAttentionMetadata",
+    "CompilationMode",
+    "EngineArgs",
+    "GPUModelRunner",
+    "ModelConfig",
+    "ParallelConfig",
+    "RMSNorm",
+    "SpeculativeConfig",
+    "VllmConfig",
+    "create_forward_context",
+    "direct_register_custom_op",
+    "get_forward_context",
+    "init_logger",
+    "override_forward_context",
+    "process_weights_after_loading",
+    "set_default_torch_dtype",
+    "set_model_tag",
+    "support_torch_compile",
+]

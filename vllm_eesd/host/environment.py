@@ -1,0 +1,41 @@
+"""What the installed vLLM would run on: its version, platform and model runner."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Environment:
+    """What vLLM says of itself.
+
+    Attributes:
+        version: of the module `vllm`.
+        platform: "cpu", "cuda", ...
+        runner: "V1" or "V2", the model runner of a plain engine.
+        runner_reason: why vLLM takes that one.
+        forced_runner: value of VLLM_USE_V2_MODEL_RUNNER, None where it is not set.
+    """
+
+    version: str
+    platform: str
+    runner: str
+    runner_reason: str
+    forced_runner: bool | None
+
+
+def read_environment() -> Environment:
+    """Ask the installed vLLM; whatever its import raises passes through."""
+    import vllm
+    import vllm.envs as envs
+    from vllm.platforms import current_platform
+    from vllm.triton_utils import HAS_TRITON
+
+    forced = envs.VLLM_USE_V2_MODEL_RUNNER
+    if forced is not None:
+        runner, reason = ("V2" if forced else "V1"), f"VLLM_USE_V2_MODEL_RUNNER={int(forced)}"
+    elif HAS_TRITON:
+        runner, reason = "V2", "Triton works here"
+    else:
+        runner, reason = "V1", "V2 needs Triton, which does not work here"
+    return Environment(vllm.__version__, current_platform.device_type, runner, reason, forced)

@@ -1,0 +1,169 @@
+"""The exit head on vLLM's own layers, its KV fill inside the target's forward, and one compiled draft step."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from typing import Any
+
+import torch
+from torch import nn
+
+from vllm_eesd.exit_head.checkpoint import ExitHeadConfig, read_tensors
+from vllm_eesd.host.compat import (
+    AutoWeightsLoader,
+    RMSNorm,
+    VllmConfig,
+    direct_register_custom_op,
+    get_forward_context,
+    process_weights_after_loading,
+    set_default_torch_dtype,
+    support_torch_compile,
+)
+
+
+def kv_fill(hidden_states: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer_name: str) -> None:
+    """Write the exit layer's K/V of all scheduled tokens into its paged cache.
+
+    Args:
+        hidden_states: [num_tokens, hidden_size], declared as mutated (it is not): the layer behind reads it, so a
+            compiler can neither drop this call nor move it.
+        key, value: [num_tokens, num_kv_heads * head_size].
+        layer_name: of the exit layer's `Attention`.
+    Source: vllm/model_executor/layers/attention/attention.py, unified_kv_cache_update.
+    """
+    context = get_forward_context()
+    slot_mapping = context.slot_mapping.get(layer_name)
+    if slot_mapping is None:  # profiling and warm-up
+        return
+    attention = context.no_compile_layers[layer_name]
+    attention.impl.do_kv_cache_update(
+        attention,
+        key.view(-1, attention.num_kv_heads, attention.head_size),
+        value.view(-1, attention.num_kv_heads, attention.head_size_v),
+        attention.kv_cache,
+        slot_mapping,
+    )
+
+
+def _kv_fill_fake(hidden_states: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer_name: str) -> None:
+    return None
+
+
+_LIBRARY = torch.library.Library("eesd", "FRAGMENT")
+direct_register_custom_op("kv_fill", kv_fill, ["hidden_states"], _kv_fill_fake, target_lib=_LIBRARY)
+
+
+class ExitHead(nn.Module):
+    """One decoder layer of the target's own kind with its own KV, then an RMSNorm.
+
+    Args:
+        vllm_config: of the engine.
+        target: the loaded target; its layer `exit_layer` is the pattern.
+        config: the head's.
+    Source: arXiv 2406.03853, section 3.1 (early-exiting layer).
+    """
+
+    def __init__(self, vllm_config: VllmConfig, target: nn.Module, config: ExitHeadConfig) -> None:
+        super().__init__()
+        layers = target.model.layers
+        # One integer that no target layer has: vLLM orders KV caches by it.
+        prefix = f"eesd_exit.layers.{len(layers)}"
+        pattern = layers[config.exit_layer]
+        self.layer = _build_like(type(pattern), vllm_config, prefix)
+        hf_config = vllm_config.model_config.hf_text_config
+        self.norm = RMSNorm(hf_config.hidden_size, eps=hf_config.rms_norm_eps)
+        self.attention_name: str = f"{prefix}.self_attn.attn"
+
+    @classmethod
+    def load(cls, vllm_config: VllmConfig, target: nn.Module, config: ExitHeadConfig, directory: str) -> ExitHead:
+        """Return the head with its weights, ready to run. Must be called inside `set_current_vllm_config`."""
+        model_config = vllm_config.model_config
+        device = next(target.parameters()).device
+        with set_default_torch_dtype(model_config.dtype), device:
+            head = cls(vllm_config, target, config)
+        mapper = getattr(type(target.model), "hf_to_vllm_mapper", None) or type(target).hf_to_vllm_mapper
+        AutoWeightsLoader(head).load_weights(read_tensors(directory).items(), mapper=mapper)
+        process_weights_after_loading(head, model_config, device)
+        return head.eval()
+
+    def forward(self, positions: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Return the normed hidden states for the LM head, [num_tokens, hidden_size]."""
+        hidden_states, residual = self.layer(positions, hidden_states, None)
+        return self.norm(hidden_states, residual)[0]
+
+    def fill_kv(self, positions: torch.Tensor, hidden_states: torch.Tensor, residual: torch.Tensor) -> None:
+        """Write this layer's K/V for what enters target layer N: norm, k/v projection, rope, cache write; no attention.
+
+        Args:
+            positions: [num_tokens] int64.
+            hidden_states, residual: [num_tokens, hidden_size], layer N's own arguments; their sum is h_N.
+        """
+        attention = self.layer.self_attn
+        # The sum is a new tensor: RMSNorm(x, residual) would write into the target's residual stream.
+        qkv, _ = attention.qkv_proj(self.layer.input_layernorm(hidden_states + residual))
+        query, key, value = qkv.split([attention.q_size, attention.kv_size, attention.kv_size], dim=-1)
+        if hasattr(attention, "k_norm"):  # Qwen3
+            key = attention.k_norm(key.view(-1, attention.num_kv_heads, attention.head_dim)).view(key.shape)
+        _, key = attention.rotary_emb(positions, query, key)
+        torch.ops.eesd.kv_fill(hidden_states, key, value, self.attention_name)
+
+
+def _build_like(layer_class: type[nn.Module], vllm_config: VllmConfig, prefix: str) -> nn.Module:
+    """Return a new decoder layer of this class; the constructors differ in what they ask for."""
+    unquantised = copy.copy(vllm_config)
+    unquantised.quant_config = None  # the head's own weights are not quantised
+    available: dict[str, Any] = {
+        "vllm_config": unquantised,
+        "config": vllm_config.model_config.hf_text_config,
+        "cache_config": vllm_config.cache_config,
+        "quant_config": None,
+        "prefix": prefix,
+    }
+    wanted = inspect.signature(layer_class.__init__).parameters
+    return layer_class(**{name: value for name, value in available.items() if name in wanted})
+
+
+def hook_kv_fill(target: nn.Module, exit_layer: int, head: ExitHead) -> None:
+    """Make every forward of the target fill the exit layer's KV just before layer `exit_layer` runs.
+
+    Prompt chunks, verified drafts, prefix reuse and preemption need no code of their own this way, and the fill is
+    part of the target's compiled graph.
+    """
+
+    def fill(_layer: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+        head.fill_kv(*args)
+
+    target.model.layers[exit_layer].register_forward_pre_hook(fill)
+
+
+@support_torch_compile(dynamic_arg_dims={"input_ids": 0, "positions": 0})
+class DraftStep(nn.Module):
+    """Target layers [0, N), exit head, LM head, argmax: one draft token per row, compiled as vLLM compiles the target.
+
+    The target's modules are used in place, on the target's own KV slots; this module owns no parameter.
+    """
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "", target: nn.Module, exit_layer: int, head: Any) -> None:
+        super().__init__()
+        # Tuples hide the target's modules from this one's parameter list.
+        self._target = (target,)
+        self._layers = tuple(target.model.layers[:exit_layer])
+        self._head = (head,)
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Return the drafted tokens, [num_rows] int64.
+
+        Args:
+            input_ids: [num_rows] int64.
+            positions: [num_rows] int64.
+        """
+        target, head = self._target[0], self._head[0]
+        hidden_states, residual = target.model.embed_input_ids(input_ids), None
+        for layer in self._layers:
+            hidden_states, residual = layer(positions, hidden_states, residual)
+        if head is None:
+            hidden_states, _ = target.model.norm(hidden_states, residual)
+        else:
+            hidden_states = head(positions, hidden_states + residual)
+        return target.compute_logits(hidden_states).argmax(dim=-1)

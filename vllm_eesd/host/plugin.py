@@ -1,0 +1,143 @@
+"""The entry point of group `vllm.general_plugins`: checks every seam, then installs them, or says why it does not."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from vllm_eesd.host import seams
+from vllm_eesd.host.seams import Seam, SeamStatus
+
+#: Releases the adapters were written and tested against.
+SUPPORTED_VLLM = ("0.32",)
+
+
+def is_eesd(spec: Any) -> bool:
+    """Return whether a `speculative_config` asks for EESD: the bare word or a mapping with `method` "eesd"."""
+    return spec == "eesd" or (isinstance(spec, Mapping) and spec.get("method") == "eesd")
+
+
+def _wrap_create_speculative_config(original: Callable[..., Any]) -> Callable[..., Any]:
+    def create_speculative_config(self, target_model_config, target_parallel_config):
+        if not is_eesd(self.speculative_config):
+            return original(self, target_model_config, target_parallel_config)
+        from vllm_eesd.host.speculative import EESDSpeculativeConfig
+
+        return EESDSpeculativeConfig.build(self.speculative_config, target_model_config, target_parallel_config)
+
+    return create_speculative_config
+
+
+def _or_bare_word(read: Callable[[str], Any]) -> Callable[[str], Any]:
+    """Return an argparse type that takes the bare word `eesd` and reads everything else as before."""
+    return lambda text: text if text == "eesd" else read(text)
+
+
+def _wrap_add_cli_args(original: Callable[..., Any]) -> Callable[..., Any]:
+    def add_cli_args(parser):
+        parser = original(parser)
+        for action in parser._actions:
+            if action.dest == "speculative_config":
+                action.type = _or_bare_word(action.type)
+        return parser
+
+    return add_cli_args
+
+
+def _wrap_num_lookahead_tokens(original: Callable[..., Any]) -> Callable[..., Any]:
+    def num_lookahead_tokens(self):
+        from vllm_eesd.host.speculative import EESDSpeculativeConfig
+
+        if isinstance(self.speculative_config, EESDSpeculativeConfig):
+            return self.speculative_config.num_speculative_tokens
+        return original(self)
+
+    return num_lookahead_tokens
+
+
+def _wrap_propose_draft_token_ids(original: Callable[..., Any]) -> Callable[..., Any]:
+    def propose_draft_token_ids(self, scheduler_output, sampled_token_ids, *args, **kwargs):
+        from vllm_eesd.host.v1 import EarlyExitProposer
+
+        if isinstance(self.drafter, EarlyExitProposer):
+            return self.drafter.propose_round(self, scheduler_output, sampled_token_ids)
+        return original(self, scheduler_output, sampled_token_ids, *args, **kwargs)
+
+    return propose_draft_token_ids
+
+
+SEAMS = (
+    Seam(
+        target="vllm.engine.arg_utils:EngineArgs.create_speculative_config",
+        digests=("8b18a8b8e3f00ab6",),
+        wrap=_wrap_create_speculative_config,
+        why="vLLM's SpeculativeConfig knows a closed list of methods",
+        retired_by="a registry of speculative methods that plugins can add to",
+    ),
+    Seam(
+        target="vllm.engine.arg_utils:EngineArgs.add_cli_args",
+        digests=("e859de623879c599",),
+        wrap=_wrap_add_cli_args,
+        why="`--speculative-config eesd`: the option takes JSON only",
+        retired_by="the option accepting a bare method name",
+    ),
+    Seam(
+        target="vllm.config.vllm:VllmConfig.num_lookahead_tokens",
+        digests=("38130aa4a06dbd56",),
+        wrap=_wrap_num_lookahead_tokens,
+        why="drafting writes the target's KV past the scheduled tokens; the scheduler must reserve those slots",
+        retired_by="the property asking the speculative config instead of listing methods",
+    ),
+    Seam(
+        target="vllm.v1.worker.gpu_model_runner:GPUModelRunner.propose_draft_token_ids",
+        digests=("023963a7816b535d",),
+        wrap=_wrap_propose_draft_token_ids,
+        why="a custom_class proposer is given token ids only; drafting needs the block table and the requests",
+        retired_by="the runner passing itself to custom proposers",
+    ),
+)
+
+
+def check_host() -> list[SeamStatus]:
+    """Return the state of every seam against the installed vLLM."""
+    return [seams.check(seam) for seam in SEAMS]
+
+
+def register() -> None:
+    """Install the seams if all of them fit the installed vLLM; otherwise leave vLLM's behaviour alone.
+
+    Called by vLLM in every process. When a seam does not fit, the one thing added is the refusal: asking for EESD
+    fails with the seam's name and the versions.
+    """
+    misfits = [status for status in check_host() if not status.ok]
+    if misfits:
+        refuse(f"{misfits[0].target} {misfits[0].reason}")
+        return
+    for seam in SEAMS:
+        seams.install(seam)
+
+
+def refuse(cause: str) -> None:
+    """Make asking for EESD an error that names `cause`; everything else goes its usual way."""
+    from vllm import __version__
+
+    message = (
+        f"vllm-eesd cannot run with vLLM {__version__} (written for {', '.join(SUPPORTED_VLLM)}): {cause}. "
+        "Install a supported vLLM or a newer vllm-eesd; `eesd doctor` shows every seam."
+    )
+    logging.getLogger("vllm.eesd").warning(message)
+
+    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+        def create_speculative_config(self, *args, **kwargs):
+            if is_eesd(self.speculative_config):
+                raise ValueError(message)
+            return original(self, *args, **kwargs)
+
+        return create_speculative_config
+
+    signpost = Seam(SEAMS[0].target, (), wrap, "to say why EESD is refused", "")
+    try:
+        seams.install(signpost)
+    except (ImportError, AttributeError):
+        pass  # Not even the place to say so exists: the warning above must do.

@@ -1,0 +1,30 @@
+"""How many tokens to draft: the protocol, one file per policy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm_eesd.policy.beta_ts import BetaThompson
+from vllm_eesd.policy.fixed import Fixed
+from vllm_eesd.policy.posterior import BetaPosterior
+from vllm_eesd.policy.protocol import DraftLengthPolicy
+
+__all__ = ["BetaPosterior", "BetaThompson", "DraftLengthPolicy", "Fixed", "build_policy"]
+
+_POLICIES = {"beta_ts": BetaThompson, "fixed": Fixed}
+
+
+def build_policy(name: str, posterior: BetaPosterior, seed: int, policy_args: dict[str, Any]) -> DraftLengthPolicy:
+    """Return the policy `name`.
+
+    Raises:
+        ValueError: the policy does not exist or does not take one of `policy_args`.
+    """
+    if name not in _POLICIES:
+        raise ValueError(f"eesd: policy={name!r} is not valid: choose one of {', '.join(sorted(_POLICIES))}")
+    policy = _POLICIES[name]
+    unknown = sorted(set(policy_args) - set(policy.ARGS))
+    if unknown:
+        allowed = ", ".join(policy.ARGS) or "none"
+        raise ValueError(f"eesd: policy_args has unknown key {unknown[0]!r} for policy {name!r}; allowed: {allowed}")
+    return policy(posterior, seed, **policy_args)
