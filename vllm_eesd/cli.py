@@ -1,0 +1,160 @@
+"""The command `eesd`: argument parsing only. Every subcommand's work is imported when it is called."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+
+import vllm_eesd
+
+USER_ERROR = 2
+INTERRUPTED = 130  # 128 + SIGINT, as shells report it
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one subcommand and return its exit code; a user's mistake is one line on stderr and 2."""
+    args = build_parser().parse_args(argv)
+    module, function = args.implementation.split(":")
+    try:
+        return getattr(importlib.import_module(module), function)(args)
+    except (ValueError, OSError) as error:
+        if os.environ.get("EESD_DEBUG") == "1":
+            raise
+        print(f"eesd: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return USER_ERROR
+    except KeyboardInterrupt:
+        print("eesd: interrupted", file=sys.stderr)
+        return INTERRUPTED
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of all subcommands; `args.implementation` names the function that takes the arguments."""
+    parser = _Parser(prog="eesd", description="Early-exiting speculative decoding for vLLM.")
+    parser.add_argument("--version", action="version", version=f"vllm-eesd {vllm_eesd.__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    _add_demo(commands)
+    _add_bench(commands)
+    _add_distill(commands)
+    _add_doctor(commands)
+    return parser
+
+
+class _Parser(argparse.ArgumentParser):
+    """Reports a wrong argument in one line, as every other user error."""
+
+    def error(self, message):
+        self.exit(USER_ERROR, f"eesd: error: {message}; see {self.prog} --help\n")
+
+
+def _add_demo(commands) -> None:
+    demo = commands.add_parser("demo", help="complete held-out code with plain vLLM and with EESD, side by side")
+    demo.add_argument("--model", metavar="DIR", help="target; default: the embedded models/eesd-code-10m")
+    demo.add_argument("--head", metavar="DIR", help="exit head; default: eesd/ in the target's directory")
+    _add_drafting(demo)
+    demo.add_argument(
+        "--max-tokens", type=_positive, default=256, metavar="T", help="new tokens a prompt (default 256)"
+    )
+    demo.add_argument("--prompts", metavar="FILE", help="JSONL with a `prompt` a line; default: held-out code")
+    demo.add_argument("--json", default="build/demo.json", metavar="FILE", help="results (default build/demo.json)")
+    demo.add_argument("--no-color", action="store_true", help="mark drafted tokens without colours")
+    demo.set_defaults(implementation="vllm_eesd.bench.demo:run")
+
+
+def _add_bench(commands) -> None:
+    bench = commands.add_parser("bench", help="measure")
+    measurements = bench.add_subparsers(title="measurements", metavar="MEASUREMENT", required=True)
+    latency = measurements.add_parser("latency", help="tokens per second of several methods, interleaved in one run")
+    latency.add_argument("--model", required=True, metavar="M", help="target: a directory or a Hub id")
+    latency.add_argument("--head", metavar="H", help="exit head; default: eesd/ in the target's directory")
+    latency.add_argument("--prompts", required=True, metavar="FILE", help="JSONL with a `prompt` a line")
+    latency.add_argument(
+        "--methods", type=_words, default=["plain", "eesd", "ngram"], help="comma-separated (default plain,eesd,ngram)"
+    )
+    latency.add_argument(
+        "--batch", type=_positive_list, default=[1, 4], help="batch sizes, comma-separated (default 1,4)"
+    )
+    latency.add_argument("--max-tokens", type=_positive, default=128, metavar="T", help="per prompt (default 128)")
+    latency.add_argument("--rounds", type=_positive, default=5, metavar="R", help="passes over all methods (default 5)")
+    latency.add_argument("--dtype", default="float32", help="of the target (default float32, where identity can hold)")
+    _add_drafting(latency)
+    latency.add_argument("--json", metavar="OUT", help="write a JSON list of rows")
+    latency.set_defaults(implementation="vllm_eesd.bench.latency:run")
+
+
+def _add_distill(commands) -> None:
+    distill = commands.add_parser("distill", help="train an exit head for a frozen target")
+    distill.add_argument("model", metavar="MODEL", help="target: a directory or a Hub id")
+    distill.add_argument("--exit-layer", type=_positive, required=True, metavar="N", help="target layers a draft runs")
+    distill.add_argument(
+        "--data",
+        nargs="+",
+        required=True,
+        metavar="FILE",
+        help="text, .py, .jsonl with a `text` a line, or .bin token ids",
+    )
+    distill.add_argument("--held-out", nargs="+", metavar="FILE", help="to measure on; default: windows of --data")
+    distill.add_argument(
+        "--self-generate", type=_positive, metavar="W", help="also train on W windows the target wrote"
+    )
+    distill.add_argument("--temperature", type=float, default=1.0, help="of what the target writes (default 1.0)")
+    distill.add_argument("-o", "--output", required=True, metavar="HEAD", help="directory to write the head to")
+    distill.add_argument("--steps", type=_positive, default=1000, metavar="S", help="optimizer steps (default 1000)")
+    distill.add_argument("--minutes", type=_positive_real, metavar="T", help="stop after this long, if earlier")
+    distill.add_argument("--batch", type=_positive, default=8, metavar="B", help="sequences a step (default 8)")
+    distill.add_argument("--seq-len", type=_positive, default=512, metavar="T", help="tokens a sequence (default 512)")
+    distill.add_argument("--lr", type=_positive_real, default=1e-3, help="peak learning rate (default 1e-3)")
+    distill.add_argument(
+        "--init", choices=["last", "exit"], default="last", help="start from the target's last or exit layer"
+    )
+    distill.add_argument("--seed", type=int, default=0, help="of the data order (default 0)")
+    distill.add_argument("--compile", action="store_true", help="compile the training step")
+    distill.add_argument("--work", metavar="DIR", help="checkpoints to resume from and write to")
+    distill.add_argument("--json", metavar="OUT", help="write the training record")
+    distill.set_defaults(implementation="vllm_eesd.distill.run:run")
+
+
+def _add_doctor(commands) -> None:
+    doctor = commands.add_parser("doctor", help="tell whether EESD can run here, and what to do if not")
+    doctor.add_argument("--model", metavar="M", help="also look at this target's directory and its exit head")
+    doctor.add_argument("--json", metavar="OUT", help="write what was found")
+    doctor.set_defaults(implementation="vllm_eesd.doctor:run")
+
+
+def _add_drafting(parser) -> None:
+    # These defaults are EESDConfig's, as distill's are TrainConfig's: repeated, so that `eesd --help` imports nothing
+    # heavy; a test compares them.
+    parser.add_argument(
+        "--num-speculative-tokens", type=int, default=8, metavar="K", help="the longest draft (default 8)"
+    )
+    parser.add_argument("--policy", default="beta_ts", help="how the draft length is chosen (default beta_ts)")
+
+
+def _positive(text: str) -> int:
+    number = int(text) if text.strip().isascii() and text.strip().isdigit() else 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not allowed, must be a whole number of at least 1")
+    return number
+
+
+def _positive_real(text: str) -> float:
+    number = float(text)
+    if not 0 < number < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not allowed, must be above 0 and finite")
+    return number
+
+
+def _words(text: str) -> list[str]:
+    words = [word.strip() for word in text.split(",")]
+    if not all(words):
+        raise argparse.ArgumentTypeError(f"{text!r} is not allowed, must be a comma-separated list")
+    return words
+
+
+def _positive_list(text: str) -> list[int]:
+    return [_positive(word) for word in _words(text)]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

