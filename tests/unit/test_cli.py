@@ -103,6 +103,18 @@ def test_a_user_error_is_one_line_and_exit_2(error, implementation, capsys):
     assert capsys.readouterr().err == f"eesd: error: {' '.join(str(error).split())}\n"
 
 
+def test_a_missing_package_leads_to_the_doctor(implementation, capsys):
+    implementation("vllm_eesd.bench.demo", result=ModuleNotFoundError("No module named 'vllm.x'", name="vllm.x"))
+    assert cli.main(["demo"]) == 2
+    assert capsys.readouterr().err == "eesd: error: vllm.x is not installed; `eesd doctor` says what to do\n"
+
+
+def test_a_missing_module_of_ours_is_a_defect(implementation):
+    implementation("vllm_eesd.bench.demo", result=ModuleNotFoundError("x", name="vllm_eesd.bench.x"))
+    with pytest.raises(ModuleNotFoundError):
+        cli.main(["demo"])
+
+
 def test_debug_shows_the_traceback(implementation, monkeypatch):
     implementation("vllm_eesd.bench.demo", result=ValueError("x"))
     monkeypatch.setenv("EESD_DEBUG", "1")

