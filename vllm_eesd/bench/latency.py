@@ -1,0 +1,127 @@
+"""`eesd bench latency`: what a method costs against plain vLLM, all methods interleaved in one call."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.live import Live
+from rich.spinner import Spinner
+from rich.table import Table
+
+from vllm_eesd.bench.engines import METHODS, EngineSettings, encode_prompts, running_engines
+from vllm_eesd.bench.hardware import provenance
+from vllm_eesd.bench.measure import measure, rows
+from vllm_eesd.bench.prompts import read_prompts
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure, print a table, write the rows as JSON; return 1 if eesd's float32 output is not plain's.
+
+    Raises:
+        ValueError: a flag, the prompts or the model are not usable; one line.
+    """
+    check_methods(args.methods)
+    settings = EngineSettings(args.model, args.head, args.dtype, args.num_speculative_tokens, args.policy)
+    texts = read_prompts(args.prompts)
+    sizes = {"max_tokens": args.max_tokens, "rounds": args.rounds}
+    check_sizes(len(texts), args.batch, **sizes)
+    console = open_console()
+    with reporting(console) as progress:
+        _, prompts, max_model_len = encode_prompts(settings.model, texts, args.max_tokens, progress)
+        results = []
+        with running_engines(args.methods, settings, max_model_len, progress) as engines:
+            for batch in args.batch:
+                runs = measure(engines, prompts, batch=batch, progress=progress, **sizes)
+                for row in rows(runs, exact=settings.dtype == "float32"):
+                    results.append({"method": row.pop("method"), "batch": batch, **row})
+    shared = {"model": settings.model, "head": settings.head, "dtype": settings.dtype, **sizes, **provenance()}
+    shared |= {"prompts": str(args.prompts), "num_prompts": len(prompts), "policy": settings.policy}
+    results = [row | shared for row in results]
+    if args.json:
+        write_json(Path(args.json), results)
+    console.print(results_table(results))
+    console.print(f"{len(prompts)} prompts, {args.max_tokens} tokens each, {settings.dtype}; {shared['hardware']}")
+    return report_gate(results, console)
+
+
+def check_methods(methods: list[str]) -> None:
+    unknown = [method for method in methods if method not in METHODS]
+    if unknown or not methods or len(set(methods)) < len(methods):
+        shown = unknown[0] if unknown else ",".join(methods)
+        raise ValueError(f"methods={shown!r} is not usable; allowed: each once of {', '.join(METHODS)}")
+
+
+def check_sizes(num_prompts: int, batches: list[int], **sizes: int) -> None:
+    """Refuse sizes below 1 and batches that the prompts cannot fill."""
+    for name, value in [*(("batch", batch) for batch in batches), *sizes.items()]:
+        if value < 1:
+            raise ValueError(f"{name}={value} is not usable; allowed: whole numbers from 1")
+    if not batches or max(batches) > num_prompts:
+        raise ValueError(f"batch={max(batches, default='')} is not usable; allowed: 1 to {num_prompts}, the prompts")
+
+
+def open_console(no_color: bool = False) -> Console:
+    """Return a console on a copy of standard output, which stays the terminal's while engines are being started."""
+    file = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    plain = no_color or bool(os.environ.get("NO_COLOR"))
+    return Console(file=file, color_system=None if plain else "auto", highlight=False)
+
+
+@contextmanager
+def reporting(console: Console) -> Iterator[Callable[[str], None]]:
+    """Give a function that shows what is going on: a spinner in a terminal, lines elsewhere."""
+    if not console.is_terminal:
+        yield lambda text: console.print(text, style="dim")
+        return
+    live = {"console": console, "transient": True, "redirect_stdout": False, "redirect_stderr": False}
+    with Live(refresh_per_second=8, **live) as shown:
+        yield lambda text: shown.update(Spinner("dots", text))
+
+
+def results_table(results: list[dict[str, Any]]) -> Table:
+    table = Table()
+    for column in ("method", "batch", "tokens/s", "speedup", "tokens per round", "identical"):
+        table.add_column(column, justify="left" if column in ("method", "identical") else "right")
+    for row in results:
+        length = row["acceptance_length"]
+        cells = (row["method"], str(row["batch"]), f"{row['tokens_per_s']:.1f}", speedup_cell(row))
+        table.add_row(*cells, "-" if length is None else f"{length:.2f}", identical_cell(row))
+    return table
+
+
+def speedup_cell(row: dict[str, Any]) -> str:
+    """Return "1.62x (1.58-1.66)": the median over rounds of the paired ratios and their extremes."""
+    if row["speedup_vs_plain"] is None:
+        return "-"
+    low, high = row["speedup_spread"]
+    return f"{row['speedup_vs_plain']:.2f}x ({low:.2f}-{high:.2f})"
+
+
+def identical_cell(row: dict[str, Any]) -> str:
+    return {True: "yes", False: "NO", None: "-"}[row["identical"]]
+
+
+def report_gate(results: list[dict[str, Any]], console: Console) -> int:
+    """Say whose output is not plain's and where; return 1 if eesd's is not, in float32."""
+    failed = False
+    for row in results:
+        if row["identical"] is not False:
+            continue
+        gated = row["dtype"] == "float32"
+        failed |= gated and row["method"] == "eesd"
+        verdict = "no speedup is reported" if gated else "near-ties may flip with the shape of a batch"
+        place = f"{row['method']}, batch {row['batch']}: output differs from plain's at {row['first_difference']}"
+        console.print(f"{'NOT LOSSLESS' if gated else 'note'}: {place} ({row['dtype']}: {verdict})", style="red")
+    return int(failed)
+
+
+def write_json(path: Path, content: Any) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content, indent=1) + "\n")

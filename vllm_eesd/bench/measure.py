@@ -1,0 +1,165 @@
+"""The one measuring function: methods interleaved round by round, ratios paired per round, outputs compared."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+Tokens = list[int]
+
+
+class Engine(Protocol):
+    """What is measured: greedy generation of exactly `max_tokens` tokens per prompt."""
+
+    def generate(self, prompts: list[Tokens], max_tokens: int) -> list[Tokens]:
+        """Return each prompt's new tokens; the prompts run as one batch. This call is what the clock sees."""
+
+    def stream(self, prompts: list[Tokens], max_tokens: int) -> Iterable[list[tuple[int, Tokens]]]:
+        """Yield (prompt index, new tokens) of every engine step."""
+
+    def forget_prefixes(self) -> None:
+        """Empty the prefix cache, so that no prompt is free because it ran before."""
+
+    def reset_statistics(self) -> None: ...
+
+    def statistics(self) -> Mapping[str, Any] | None:
+        """Return the drafter's counters since the reset, None if it keeps none."""
+
+
+@dataclass
+class Runs:
+    """What one method did: one entry per timed round, and its counters over all of them."""
+
+    seconds: list[float] = field(default_factory=list)
+    outputs: list[list[Tokens]] = field(default_factory=list)
+    counters: Mapping[str, Any] = field(default_factory=dict)
+
+    def tokens_per_s(self) -> list[float]:
+        return [sum(map(len, out)) / seconds for out, seconds in zip(self.outputs, self.seconds, strict=True)]
+
+
+def measure(
+    engines: Mapping[str, Engine],
+    prompts: Sequence[Tokens],
+    *,
+    batch: int,
+    max_tokens: int,
+    rounds: int,
+    clock: Callable[[], float] = time.perf_counter,
+    progress: Callable[[str], None] = lambda text: None,
+) -> dict[str, Runs]:
+    """Return every method's runs over all prompts, `batch` at a time.
+
+    One warm-up per method stays outside the clock; the order of the methods rotates from round to round.
+    """
+    batches = [list(prompts[i : i + batch]) for i in range(0, len(prompts), batch)]
+    runs = {method: Runs() for method in engines}
+    counted = {}
+    for method, engine in engines.items():
+        progress(f"batch {batch}: warming up {method}")
+        engine.forget_prefixes()
+        counted[method] = count_rounds(engine, batches, max_tokens)
+        engine.reset_statistics()
+    for round_index in range(rounds):
+        for method in rotated(list(engines), round_index):
+            progress(f"batch {batch}: round {round_index + 1} of {rounds}, {method}")
+            engine = engines[method]
+            engine.forget_prefixes()
+            began = clock()
+            outputs = [engine.generate(prompts, max_tokens) for prompts in batches]
+            runs[method].seconds.append(clock() - began)
+            runs[method].outputs.append([tokens for out in outputs for tokens in out])
+    for method, engine in engines.items():
+        runs[method].counters = engine.statistics() or counted[method]
+    return runs
+
+
+def rotated(methods: list[str], round_index: int) -> list[str]:
+    """Return the methods in this round's order: nobody is always first."""
+    start = round_index % len(methods)
+    return methods[start:] + methods[:start]
+
+
+def count_rounds(engine: Engine, batches: list[list[Tokens]], max_tokens: int) -> dict[str, int]:
+    """Return the decoding rounds and the tokens emitted in them, seen from outside the engine.
+
+    A request's first step ends its prompt and is no decoding round.
+    """
+    counters = {"rounds": 0, "emitted": 0}
+    for prompts in batches:
+        started: set[int] = set()
+        for step in engine.stream(prompts, max_tokens):
+            for index, tokens in step:
+                if index in started and tokens:
+                    counters["rounds"] += 1
+                    counters["emitted"] += len(tokens)
+                started.add(index)
+    return counters
+
+
+def round_statistics(counters: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the ratios of a drafter's counters, None where there is nothing to divide.
+
+    Args:
+        counters: rounds, emitted; from a drafter also drafted, accepted, accepted_per_position.
+    Returns:
+        acceptance_length: tokens emitted per round, the target's own included.
+        acceptance_rate: accepted / drafted.
+        mean_draft_length: tokens drafted per round.
+        acceptance_per_position: unconditional: of all rounds, the share that accepted a draft at that position.
+    """
+    rounds, drafted = counters.get("rounds", 0), counters.get("drafted")
+    accepted = counters.get("accepted_per_position")
+    return {
+        "acceptance_length": counters["emitted"] / rounds if rounds else None,
+        "acceptance_rate": counters["accepted"] / drafted if drafted else None,
+        "mean_draft_length": drafted / rounds if rounds and drafted is not None else None,
+        "acceptance_per_position": [n / rounds for n in accepted] if rounds and accepted else None,
+    }
+
+
+def paired_ratios(runs: Runs, plain: Runs) -> list[float]:
+    """Return the method's speed over plain's, round by round."""
+    return [ours / theirs for ours, theirs in zip(runs.tokens_per_s(), plain.tokens_per_s(), strict=True)]
+
+
+def first_difference(expected: list[Tokens], outputs: list[Tokens]) -> str | None:
+    """Return where outputs leave the expected tokens, in words, None if they are the same."""
+    for index, (right, ours) in enumerate(zip(expected, outputs, strict=True)):
+        if right == ours:
+            continue
+        at = next((i for i, (a, b) in enumerate(zip(right, ours, strict=False)) if a != b), min(len(right), len(ours)))
+        found, wanted = (str(t[at]) if at < len(t) else "nothing" for t in (ours, right))
+        return f"prompt {index + 1}, token {at + 1}: {found} instead of {wanted}"
+    return None
+
+
+def rows(runs: Mapping[str, Runs], *, exact: bool) -> list[dict[str, Any]]:
+    """Return one row of results per method.
+
+    Every round's output is compared with plain's first. With `exact` (float32) the comparison is a gate: a method
+    whose output differs gets no speedup. Without plain there is nothing to compare with.
+    """
+    plain = runs.get("plain")
+    result = []
+    for method, ours in runs.items():
+        found = (first_difference(plain.outputs[0], out) for out in ours.outputs) if plain else ()
+        difference = next(filter(None, found), None)
+        row: dict[str, Any] = {"method": method, "tokens_per_s": round(statistics.median(ours.tokens_per_s()), 2)}
+        row |= {"speedup_vs_plain": None, "speedup_spread": None}
+        if plain and not (exact and difference):
+            ratios = paired_ratios(ours, plain)
+            row["speedup_vs_plain"] = round(statistics.median(ratios), 3)
+            row["speedup_spread"] = [round(min(ratios), 3), round(max(ratios), 3)]
+        row |= {name: _rounded(value) for name, value in round_statistics(ours.counters).items()}
+        result.append(row | {"identical": difference is None if plain else None, "first_difference": difference})
+    return result
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_rounded(v) for v in value]
+    return round(value, 4) if isinstance(value, float) else value
