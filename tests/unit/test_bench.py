@@ -3,11 +3,13 @@
 import argparse
 import io
 import json
+import os
+import subprocess
 
 import pytest
 from rich.console import Console
 
-from vllm_eesd.bench import demo, hardware, latency
+from vllm_eesd.bench import demo, engines, hardware, latency
 from vllm_eesd.bench.engines import EngineSettings, fit_max_model_len
 from vllm_eesd.bench.measure import Runs, count_rounds, first_difference, measure, paired_ratios, round_statistics, rows
 from vllm_eesd.bench.prompts import read_prompts
@@ -56,7 +58,7 @@ def run_measure(eesd_tokens=(1, 2, 3, 4), prompts=2, batch=1, rounds=3):
     clock, journal = {"now": 0.0}, []
     plain_s, eesd_s, ngram_s = (1.0, 2.0, 4.0), (0.5, 1.6, 1.0), (1.0, 1.0, 1.0)
     per_round = -(-prompts // batch)
-    engines = {
+    fakes = {
         name: FakeEngine(name, clock, journal, [s for s in seconds for _ in range(per_round)], **more)
         for name, seconds, more in (
             ("plain", plain_s, {}),
@@ -64,9 +66,7 @@ def run_measure(eesd_tokens=(1, 2, 3, 4), prompts=2, batch=1, rounds=3):
             ("ngram", ngram_s, {"step": 3}),
         )
     }
-    runs = measure(
-        engines, [[7]] * prompts, batch=batch, max_tokens=4, rounds=rounds, clock=lambda: clock["now"]
-    )
+    runs = measure(fakes, [[7]] * prompts, batch=batch, max_tokens=4, rounds=rounds, clock=lambda: clock["now"])
     return runs, journal
 
 
@@ -315,6 +315,53 @@ def test_methods_differ_only_in_speculation():
     assert "model" not in EngineSettings("target").eesd_config()
 
 
+WORKER_DIES_FIRST = """\
+Loading safetensors checkpoint shards: 100% Completed
+(Worker pid=2) ERROR 11-20 12:50:06 [executor.py:953] Traceback (most recent call last):
+(Worker pid=2) ERROR 11-20 12:50:06 [executor.py:953]     raise MemoryError("x")
+(Worker pid=2) ERROR 11-20 12:50:06 [executor.py:953] torch.OutOfMemoryError: no room for 3 GiB
+(EngineCore pid=1) ERROR 11-20 12:50:08 [core.py:1510] Exception: WorkerProc initialization failed. See stack trace.
+RuntimeError: Engine core initialization failed.
+"""
+
+
+def test_an_engine_that_dies_is_explained_by_its_innermost_process(tmp_path):
+    log = tmp_path / "log"
+    log.write_text(WORKER_DIES_FIRST)
+    said = engines._complaint("plain", RuntimeError("Engine core initialization failed.\nSee above."), log)
+    assert said == f"plain: vLLM did not start: torch.OutOfMemoryError: no room for 3 GiB (log: {log})"
+    log.write_text("")
+    assert engines._complaint("plain", RuntimeError("out of luck\nx"), log).startswith(
+        "plain: vLLM did not start: out of"
+    )
+
+
+def test_a_users_mistake_leaves_no_log(tmp_path):
+    log = tmp_path / "log"
+    log.write_text(WORKER_DIES_FIRST)
+    assert engines._complaint("eesd", ValueError("exit_layer=9 is not allowed\nmore"), log) == (
+        "eesd: exit_layer=9 is not allowed"
+    )
+    assert not log.exists()
+
+
+def test_engines_print_into_the_log_and_the_terminal_stays_clean(tmp_path, capfd):
+    with engines._output_to(tmp_path / "log"):
+        child = subprocess.Popen(["sh", "-c", "echo started; sleep 0.2; echo later; echo warning >&2"])
+        os.write(1, b"from the parent\n")
+    os.write(1, b"after\n")
+    child.wait()
+    assert capfd.readouterr() == ("after\n", "")
+    assert sorted((tmp_path / "log").read_text().split("\n")) == ["", "from the parent", "later", "started", "warning"]
+
+
+def test_debugging_leaves_the_terminal_alone(tmp_path, capfd, monkeypatch):
+    monkeypatch.setenv("EESD_DEBUG", "1")
+    with engines._output_to(tmp_path / "log"):
+        subprocess.run(["echo", "started"], check=True)
+    assert capfd.readouterr().out == "started\n"
+
+
 def test_git_sha_is_this_projects_or_none(tmp_path):
     assert hardware.git_sha(tmp_path) is None
     assert set(hardware.provenance()) == {"hardware", "versions", "git_sha"}
@@ -358,7 +405,7 @@ def test_stream_without_colour_marks_rejected_tokens():
 
 
 def test_stream_in_colour():
-    own, accepted, rejected, end = "\x1b[1m", "\x1b[32m", "\x1b[2;9;31m", "\x1b[0m"
+    own, accepted, rejected, end = "\x1b[1m", "\x1b[32m", "\x1b[9;31m", "\x1b[0m"
     printed = stream(STEPS, colour=True)
     assert f"{own}a{end}{accepted} b{end}" in printed
     assert f"{rejected}\u23ce[x]{end}{own} d{end}{own}a{end}{accepted} b{end}{own}[x]{end}" in printed

@@ -72,7 +72,7 @@ def stream_one(
 ) -> None:
     """Complete one snippet with EESD, printing every step's tokens when they come."""
     stream = DraftStream(console, decode, tokens)
-    console.rule(f"{snippet.source or 'snippet 1'}", align="left")
+    console.rule(snippet.source or "snippet 1", align="left", style="dim")
     stream.legend()
     console.print()
     console.print(Text(snippet.text, style=PROMPT), end="", soft_wrap=True)
@@ -80,7 +80,7 @@ def stream_one(
     for step in engine.stream([tokens], max_tokens):
         stream.feed([token for _, new in step for token in new], engine.take_rounds())
     console.print("\n")
-    console.rule()
+    console.rule(style="dim")
 
 
 def summary(plain: dict[str, Any], eesd: dict[str, Any]) -> dict[str, Any]:
@@ -98,7 +98,8 @@ def summary_table(plain: dict[str, Any], eesd: dict[str, Any]) -> Table:
     table.add_row("speedup, paired", f"{speedup_cell(eesd)}, median and range of {ROUNDS} rounds", style="bold")
     length, drafted = eesd["acceptance_length"], eesd["mean_draft_length"]
     if length is not None and drafted is not None:
-        table.add_row("tokens per round", f"{length:.2f}, of {drafted:.2f} drafted and the target's own one")
+        accepted = f"{length - 1:.2f} of {drafted:.2f} drafted"
+        table.add_row("tokens per round", f"{length:.2f}: {accepted}, and the target's own")
     shares = eesd["acceptance_per_position"] or []
     table.add_row("drafts accepted, by position", "  ".join(f"{share:.0%}" for share in shares) + " of all rounds")
     table.add_row("identical output", identical_cell(eesd))

@@ -26,7 +26,8 @@ WORKER_EXTENSION = "vllm_eesd.host.worker.WorkerExtension"
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 2, "prompt_lookup_max": 4}
 #: Room behind the last token: a round near max_model_len is cut short, and that is not what is measured.
 SPARE_TOKENS = 64
-ERROR_LINE = re.compile(r"\b\w*(?:Error|Exception): .+")
+#: The last line of a traceback, behind a log prefix or at the start of a line.
+ERROR_LINE = re.compile(r"(?:^|\] )([\w.]*(?:Error|Exception)(?:: .+)?)$", re.MULTILINE)
 
 
 def debugging() -> bool:
@@ -191,10 +192,14 @@ def running_engines(
             except Exception as error:
                 if debugging():
                     raise
-                raise ValueError(f"{method}: vLLM did not start: {_reason(error, log)} (log: {log})") from error
+                raise ValueError(_complaint(method, error, log)) from error
             engines[method] = VllmEngine(method, llm)
             stack.callback(engines[method].close)
-        yield {method: engines[method] for method in methods}
+        try:
+            yield {method: engines[method] for method in methods}
+        except Exception as error:
+            error.add_note(f"what the engines printed: {log}")
+            raise
     log.unlink()
 
 
@@ -230,14 +235,14 @@ def _output_to(log: Path) -> Iterator[None]:
             os.close(copy)
 
 
-def _reason(error: Exception, log: Path) -> str:
-    """Return why an engine did not start: a child's own error says more than "initialization failed"."""
-    if not isinstance(error, ValueError):
-        said = ERROR_LINE.findall(log.read_text(errors="replace"))
-        own = [line for line in said if "Engine core initialization failed" not in line]
-        if own:
-            return own[-1].strip()
-    return _first_line(error)
+def _complaint(method: str, error: Exception, log: Path) -> str:
+    """Return why an engine did not start, in one line; the log stays where there is more to read in it."""
+    if isinstance(error, ValueError):
+        log.unlink()
+        return f"{method}: {_first_line(error)}"
+    # The innermost process fails first; what the others say about it comes after.
+    said = ERROR_LINE.findall(log.read_text(errors="replace"))
+    return f"{method}: vLLM did not start: {said[0].strip() if said else _first_line(error)} (log: {log})"
 
 
 def _first_line(error: Exception) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-ACCEPTED, OWN, REJECTED, PROMPT = "green", "bold", "red strike dim", "dim"
+ACCEPTED, OWN, REJECTED, PROMPT = "green", "bold", "red strike", "dim"
 #: Tokens of context that decide how a token is spelled out (a character may span several byte-level tokens).
 CONTEXT = 8
 INCOMPLETE = "\ufffd"
