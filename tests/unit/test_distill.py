@@ -180,6 +180,26 @@ def test_killed_and_resumed_is_uninterrupted(model_dir, text, tmp_path, stopped_
     refused(lambda: train(target, resumed, data, config, checkpoint), "damaged")
 
 
+def test_interrupted_within_a_step(model_dir, text, tmp_path, monkeypatch):
+    """Muon has stepped, AdamW has not: that state must not be what a resumed run starts from."""
+    target = make_target(model_dir)
+    config = TrainConfig(steps=6, batch=4, seq_len=SEQ_LEN)
+    data = TokenData(read_sources([text], None, VOCAB))
+    whole = new_head(target, "last")
+    train(target, whole, data, config)
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    checkpoint = tmp_path / "checkpoint.pt"
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(torch.optim.AdamW, "step", interrupt)
+        train(target, new_head(target, "last"), data, config, checkpoint)
+    resumed = new_head(target, "last")
+    train(target, resumed, data, config, checkpoint)
+    assert all(torch.equal(resumed.state_dict()[name], tensor) for name, tensor in whole.state_dict().items())
+
+
 def test_generation_is_the_targets_own(model_dir, text):
     target = make_target(model_dir)
     prompts = spaced_windows(read_sources([text], None, VOCAB), 3, 6)

@@ -18,8 +18,10 @@ from vllm_eesd.distill.data import TokenData
 from vllm_eesd.distill.losses import forward_kl
 from vllm_eesd.distill.model import ExitHead, Target
 
-# A warm start needs only a short warm-up: it keeps AdamW's first, badly scaled steps small.
+# A warm start needs only a short warm-up: it keeps the first, badly scaled steps small.
 WARMUP_STEPS = 30
+# Times 1 / sqrt(hidden_size), as weights shrink with width: 0.01 at 192, where 0.006, 0.012 and 0.024 were compared.
+DEFAULT_LR = 0.14
 FINAL_LR_SHARE = 0.01
 SAVE_EVERY_S = 120
 
@@ -32,7 +34,7 @@ class TrainConfig(BaseModel):
         minutes: stop after this long, resumed parts included, if earlier than steps; None is no limit.
         batch: windows a step.
         seq_len: tokens a window.
-        lr: AdamW's highest learning rate.
+        lr: the highest learning rate, of Muon for matrices and AdamW for norms; None goes by the target's width.
         init: which target layer the head's starts from.
         seed: of the order of the data and of generated text.
         compile: torch.compile the step; slow to start, about a fifth faster on a CPU.
@@ -44,7 +46,7 @@ class TrainConfig(BaseModel):
     minutes: float | None = Field(None, gt=0)
     batch: int = Field(8, ge=1)
     seq_len: int = Field(512, ge=2)
-    lr: float = Field(1e-3, gt=0)
+    lr: float | None = Field(None, gt=0)
     init: Literal["last", "exit"] = "last"
     seed: int = Field(0, ge=0)
     compile: bool = False
@@ -67,38 +69,44 @@ def train(
         ValueError: the checkpoint belongs to another run.
     """
     device = target.lm_head.weight.device.type
-    optimizer = torch.optim.AdamW(_parameter_groups(head), lr=config.lr, betas=(0.9, 0.95))
+    lr = DEFAULT_LR / math.sqrt(target.config.hidden_size) if config.lr is None else config.lr
+    optimizers = _make_optimizers(head, lr)
     run = {"step": 0, "elapsed_s": 0.0, "losses": []}
     if checkpoint is not None and checkpoint.exists():
-        run = _resume(checkpoint, head, optimizer, config, target)
+        run = _resume(checkpoint, head, optimizers, config, target)
     first, began = run["step"], time.monotonic() - run["elapsed_s"]
     step_loss = _step_loss(target, head, device)
     step_loss = torch.compile(step_loss) if config.compile else step_loss
-    saved_at = time.monotonic()
+    saved_at, whole_step = time.monotonic(), True
     progress = tqdm(total=config.steps, initial=first, desc="distilling", unit="step")
     try:
         while run["step"] < config.steps and not _out_of_time(config, run):
-            for group in optimizer.param_groups:
-                group["lr"] = config.lr * learning_rate_scale(run["step"], run["elapsed_s"], config)
+            scale = learning_rate_scale(run["step"], run["elapsed_s"], config)
+            for optimizer in optimizers:
+                optimizer.param_groups[0]["lr"] = lr * scale
             loss = step_loss(data.batch_at(run["step"], config.batch, config.seq_len, config.seed).to(device))
             loss.backward()
             torch.nn.utils.clip_grad_norm_(head.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+            whole_step = False
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
             run["step"] += 1
             run["elapsed_s"] = time.monotonic() - began
             run["losses"].append(round(loss.item(), 5))
+            whole_step = True
             progress.update()
             progress.set_postfix(loss=f"{sum(run['losses'][-20:]) / len(run['losses'][-20:]):.4f}", refresh=False)
             if on_step is not None:
                 on_step(run["step"], run["losses"][-1])
             if time.monotonic() - saved_at > SAVE_EVERY_S:
-                _save(checkpoint, head, optimizer, config, target, run)
+                _save(checkpoint, head, optimizers, config, target, run)
                 saved_at = time.monotonic()
     finally:
         progress.close()
-        # Also when interrupted: a step is either wholly in the checkpoint or not at all.
-        _save(checkpoint, head, optimizer, config, target, run)
+        # Also when interrupted, unless that was within a step: half of one would make the resumed run another one.
+        if whole_step:
+            _save(checkpoint, head, optimizers, config, target, run)
     tokens = run["step"] * config.batch * config.seq_len
     return {
         "steps": run["step"],
@@ -136,10 +144,14 @@ def _step_loss(target: Target, head: ExitHead, device: str) -> Callable[[Tensor]
     return step_loss
 
 
-def _parameter_groups(head: ExitHead) -> list[dict[str, Any]]:
+def _make_optimizers(head: ExitHead, lr: float) -> list[torch.optim.Optimizer]:
+    # In 300,000 tokens Muon brought agreement to 0.655 where AdamW, at its best rate, brought it to 0.632.
     matrices = [p for p in head.parameters() if p.ndim == 2]
     others = [p for p in head.parameters() if p.ndim != 2]
-    return [{"params": matrices, "weight_decay": 0.01}, {"params": others, "weight_decay": 0.0}]
+    return [
+        torch.optim.Muon(matrices, lr=lr, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(others, lr=lr, betas=(0.9, 0.95), weight_decay=0.0),
+    ]
 
 
 def _out_of_time(config: TrainConfig, run: dict[str, Any]) -> bool:
@@ -156,7 +168,7 @@ def _identity(config: TrainConfig, target: Target) -> dict[str, Any]:
 def _save(
     checkpoint: Path | None,
     head: ExitHead,
-    optimizer: torch.optim.Optimizer,
+    optimizers: list[torch.optim.Optimizer],
     config: TrainConfig,
     target: Target,
     run: dict[str, Any],
@@ -165,7 +177,7 @@ def _save(
         return
     state = {
         "head": head.state_dict(),
-        "optimizer": optimizer.state_dict(),
+        "optimizers": [optimizer.state_dict() for optimizer in optimizers],
         "identity": _identity(config, target),
         "run": run,
     }
@@ -177,7 +189,7 @@ def _save(
 def _resume(
     checkpoint: Path,
     head: ExitHead,
-    optimizer: torch.optim.Optimizer,
+    optimizers: list[torch.optim.Optimizer],
     config: TrainConfig,
     target: Target,
 ) -> dict[str, Any]:
@@ -193,5 +205,6 @@ def _resume(
                 f"work: {checkpoint} has {field} {saved.get(field)!r}, this run {value!r}; use another --work"
             )
     head.load_state_dict(state["head"])
-    optimizer.load_state_dict(state["optimizer"])
+    for optimizer, saved_state in zip(optimizers, state["optimizers"], strict=True):
+        optimizer.load_state_dict(saved_state)
     return run
