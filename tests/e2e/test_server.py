@@ -1,0 +1,154 @@
+"""`vllm serve MODEL --speculative-config eesd` and the OpenAI client, as a user would run them."""
+
+import concurrent.futures
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+START_LIMIT_S = 600
+PROMPTS = [
+    "import os\n\n\ndef read_lines(path):\n",
+    "class Stack:\n    def __init__(self):\n",
+    "def add(a, b):\n    return",
+    "for i in range(10):\n    print(",
+    "    def __repr__(self):\n        return",
+    "from typing import Any\n\n\ndef get(self, key: str, default: Any = None) -> Any:\n",
+    "if __name__ == '__main__':\n",
+    "try:\n    import numpy as np\nexcept ImportError:\n",
+]
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.fixture(scope="module")
+def server(embedded_model, tmp_path_factory):
+    """Base URL of a server started by the `vllm` command with the bare word `eesd`."""
+    port = free_port()
+    log_path = tmp_path_factory.mktemp("server") / "log"
+    # The in-process settings of other tests are not a user's.
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("VLLM_ENABLE_V1", "OMP_", "VLLM_CPU_OMP", "VLLM_LOGGING"))}
+    command = [
+        str(Path(sys.executable).parent / "vllm"), "serve", str(embedded_model), "--speculative-config", "eesd",
+        "--dtype", "float32", "--max-model-len", "1024", "--host", "127.0.0.1", "--port", str(port),
+        "--served-model-name", "code",
+    ]  # fmt: skip
+    with open(log_path, "w") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log, env=env, start_new_session=True)
+    try:
+        deadline = time.monotonic() + START_LIMIT_S
+        while True:
+            try:
+                urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=2)
+                break
+            except OSError:
+                if process.poll() is not None or time.monotonic() > deadline:
+                    pytest.fail(f"the server did not start:\n{log_path.read_text()[-3000:]}")
+                time.sleep(1)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        # The whole session: killing only the parent would leave the engine core behind.
+        os.killpg(process.pid, signal.SIGTERM)
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    import openai
+
+    return openai.OpenAI(base_url=f"{server}/v1", api_key="none", timeout=120)
+
+
+def complete(client, prompt, **options):
+    options = {"max_tokens": 48, "temperature": 0} | options
+    return client.completions.create(model="code", prompt=prompt, **options)
+
+
+@pytest.fixture(scope="module")
+def expected(embedded_model):
+    """What plain vLLM answers, one prompt at a time, in a process of its own."""
+    script = (
+        "import json, sys\n"
+        "from vllm import LLM, SamplingParams\n"
+        "if __name__ == '__main__':\n"
+        "    model, prompts = sys.argv[1], json.loads(sys.argv[2])\n"
+        "    llm = LLM(model, dtype='float32', max_model_len=1024, disable_log_stats=True)\n"
+        "    params = SamplingParams(temperature=0, max_tokens=48)\n"
+        "    texts = [llm.generate([p], params, use_tqdm=False)[0].outputs[0].text for p in prompts]\n"
+        "    print('RESULT' + json.dumps(texts))\n"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", script, str(embedded_model), json.dumps(PROMPTS)],
+        capture_output=True,
+        text=True,
+        timeout=START_LIMIT_S,
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    return json.loads(run.stdout.split("RESULT")[1])
+
+
+def test_completions_from_eight_clients_at_once(client, expected):
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(lambda prompt: complete(client, prompt).choices[0].text, PROMPTS))
+    assert answers == expected
+
+
+def test_streaming_gives_the_same_text_in_pieces(client, expected):
+    pieces = [chunk.choices[0].text for chunk in complete(client, PROMPTS[0], stream=True) if chunk.choices]
+    assert len(pieces) > 1
+    assert "".join(pieces) == expected[0]
+
+
+def test_chat_with_the_trivial_template(client):
+    messages = [{"role": "user", "content": "def add(a, b):"}]
+    answer = client.chat.completions.create(model="code", messages=messages, max_tokens=16, temperature=0)
+    assert answer.choices[0].message.content
+    assert answer.usage.completion_tokens <= 16
+
+
+def test_a_stop_string_ends_the_text_before_it(client, expected):
+    stop = expected[1][10:14]
+    assert complete(client, PROMPTS[1], stop=[stop]).choices[0].text == expected[1][: expected[1].index(stop)]
+
+
+def test_a_client_that_disconnects_mid_stream_harms_nobody(server, client, expected):
+    body = json.dumps({"model": "code", "prompt": PROMPTS[2], "max_tokens": 900, "stream": True, "ignore_eos": True})
+    host, port = server.removeprefix("http://").split(":")
+    for _ in range(3):
+        with socket.create_connection((host, int(port)), timeout=60) as connection:
+            head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+            connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
+            assert b"data:" in connection.recv(4096) + connection.recv(4096)
+    assert complete(client, PROMPTS[0]).choices[0].text == expected[0]
+    deadline = time.monotonic() + 60
+    while running_requests(server) and time.monotonic() < deadline:
+        time.sleep(0.5)
+    assert running_requests(server) == 0
+
+
+def metric(server, name):
+    text = urllib.request.urlopen(f"{server}/metrics", timeout=10).read().decode()
+    return sum(float(line.rsplit(" ", 1)[1]) for line in text.splitlines() if line.startswith(name))
+
+
+def running_requests(server):
+    return metric(server, "vllm:num_requests_running")
+
+
+def test_it_really_speculates(server, client):
+    complete(client, PROMPTS[0])
+    assert metric(server, "vllm:spec_decode_num_accepted_tokens_total") > 0

@@ -1,0 +1,126 @@
+"""Real vLLM engines, in this process: small targets, heads cloned from the target's own layers."""
+
+import contextlib
+import gc
+import json
+import os
+
+import pytest
+
+# In-process engines: the test can look into the worker. One thread, or two engines would fight over the cores.
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+
+VOCAB_SIZE = 512
+
+
+@pytest.fixture(scope="session")
+def random_target(tmp_path_factory):
+    """Directory of an untied 8-layer Llama with weights large enough that its greedy text does not repeat itself."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    directory = tmp_path_factory.mktemp("targets") / "random8"
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=8,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        tie_word_embeddings=False,
+        max_position_embeddings=1024,
+        initializer_range=0.12,
+    )
+    LlamaForCausalLM(config).save_pretrained(directory)
+    return str(directory)
+
+
+@pytest.fixture(scope="session")
+def cloned_head(tmp_path_factory):
+    """Return make(target_dir, exit_layer, layer): an exit head that is the target's own `layer` and final norm."""
+    from safetensors.torch import load_file
+
+    from vllm_eesd.exit_head.checkpoint import ExitHeadConfig, Verifier, write_head
+
+    def make(target, exit_layer, layer):
+        with open(f"{target}/config.json") as file:
+            config = json.load(file)
+        weights = load_file(f"{target}/model.safetensors")
+        prefix = f"model.layers.{layer}."
+        tensors = {f"layer.{n[len(prefix) :]}": t for n, t in weights.items() if n.startswith(prefix)}
+        tensors["norm.weight"] = weights["model.norm.weight"]
+        verifier = Verifier(
+            name_or_path=target,
+            architecture=config["architectures"][0],
+            hidden_size=config["hidden_size"],
+            num_hidden_layers=config["num_hidden_layers"],
+            vocab_size=config["vocab_size"],
+        )
+        head = ExitHeadConfig(
+            exit_layer=exit_layer, head_type="transformer", verifier=verifier, transformer_layer_config=config
+        )
+        directory = tmp_path_factory.mktemp("heads") / f"clone_{exit_layer}_{layer}"
+        write_head(directory, head, tensors)
+        return str(directory)
+
+    return make
+
+
+@pytest.fixture
+def engine():
+    """Return open(target, spec=None, **options): a context manager giving an LLM that is torn down at its end."""
+
+    @contextlib.contextmanager
+    def open_engine(target, spec=None, **options):
+        from vllm import LLM
+        from vllm.distributed import cleanup_dist_env_and_memory
+
+        if spec is not None:
+            options |= {"speculative_config": spec, "worker_extension_cls": "vllm_eesd.host.worker.WorkerExtension"}
+        options.setdefault("max_model_len", 256)
+        options.setdefault("skip_tokenizer_init", True)
+        llm = LLM(
+            target, dtype="float32", distributed_executor_backend="uni", disable_log_stats=True, seed=0, **options
+        )
+        try:
+            yield llm
+        finally:
+            llm.llm_engine.engine_core.shutdown()
+            del llm
+            gc.collect()
+            cleanup_dist_env_and_memory()
+
+    return open_engine
+
+
+@pytest.fixture(scope="session")
+def drafter_of():
+    """Return a function that gives the EarlyExitProposer of an in-process LLM."""
+
+    def drafter(llm):
+        return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner.drafter
+
+    return drafter
+
+
+@pytest.fixture(scope="session")
+def greedy():
+    """Return generate(llm, prompts, **sampling): token ids of every completion, prompts being token-id lists."""
+
+    def generate(llm, prompts, max_tokens=48, **sampling):
+        from vllm import SamplingParams
+
+        sampling = {"temperature": 0, "ignore_eos": True, "detokenize": False} | sampling
+        outputs = llm.generate(
+            [{"prompt_token_ids": list(p)} for p in prompts],
+            SamplingParams(max_tokens=max_tokens, **sampling),
+            use_tqdm=False,
+        )
+        return [tuple(map(int, completion.token_ids)) for output in outputs for completion in output.outputs]
+
+    return generate

@@ -1,0 +1,102 @@
+"""Greedy output in float32 equals plain vLLM's, token for token, whatever is drafted and however it is scheduled."""
+
+import numpy as np
+import pytest
+
+SPEC = {"method": "eesd", "num_speculative_tokens": 6}  # beta_ts: ragged lengths, different every round
+#: name -> engine options. Small blocks of work, few KV blocks: chunked prefill and preemption really happen.
+SETTINGS = {
+    "default": {},
+    "eager": {"enforce_eager": True},
+    "chunked prefill": {"max_num_batched_tokens": 32, "max_num_seqs": 8},
+    "preemption": {"num_gpu_blocks_override": 9, "block_size": 32, "max_num_seqs": 8},
+}
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    generator = np.random.default_rng(2)
+    return [generator.integers(0, 512, n).tolist() for n in (40, 7, 90, 1, 64, 23)]
+
+
+@pytest.fixture
+def corrupted_drafts(monkeypatch):
+    """Make every fourth draft token wrong, so that rejections happen at every position."""
+    from vllm_eesd.host.v1 import DraftRows
+
+    generator, right = np.random.default_rng(3), DraftRows.step
+
+    def step(self, rows, offset, token_ids):
+        drafted, confidence = right(self, rows, offset, token_ids)
+        return np.where(generator.random(len(drafted)) < 0.25, (drafted + 1) % 512, drafted), confidence
+
+    monkeypatch.setattr(DraftRows, "step", step)
+
+
+@pytest.fixture
+def preemptions(monkeypatch):
+    """A list that grows with every request vLLM preempts."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    seen, preempt = [], Scheduler._preempt_request
+
+    def counting(self, request, *args, **kwargs):
+        seen.append(request.request_id)
+        return preempt(self, request, *args, **kwargs)
+
+    monkeypatch.setattr(Scheduler, "_preempt_request", counting)
+    return seen
+
+
+@pytest.fixture(scope="module")
+def head(random_target, cloned_head):
+    return cloned_head(random_target, 7, 7)
+
+
+@pytest.mark.usefixtures("corrupted_drafts")
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_greedy_identity_on_a_random_target(engine, greedy, random_target, head, prompts, setting, preemptions):
+    options = {"max_model_len": 192} | SETTINGS[setting]
+    with engine(random_target, **options) as llm:
+        batch = greedy(llm, prompts, max_tokens=60)
+        alone = greedy(llm, prompts[:1], max_tokens=60)
+        to_the_end = greedy(llm, prompts[2:4], max_tokens=1000)  # up to max_model_len
+    preemptions.clear()
+    with engine(random_target, SPEC | {"model": head}, **options) as llm:
+        assert greedy(llm, prompts, max_tokens=60) == batch
+        assert greedy(llm, prompts, max_tokens=60) == batch  # now with prefix-cache hits, where caching is on
+        assert greedy(llm, prompts[:1], max_tokens=60) == alone
+        assert greedy(llm, prompts[2:4], max_tokens=1000) == to_the_end
+        (stats,) = llm.collective_rpc("eesd_stats")
+    assert 0.4 < stats["accepted"] / stats["drafted"] < 0.95  # both outcomes were exercised,
+    assert np.count_nonzero(stats["draft_length_histogram"]) >= 4  # at ragged lengths
+    assert bool(preemptions) == (setting == "preemption")
+
+
+def test_logprobs_stop_tokens_and_n(engine, random_target, head, prompts):
+    """Log-probabilities, stop tokens, several completions and a single token come out as plain vLLM's do."""
+    from vllm import SamplingParams
+
+    requests = [
+        SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, logprobs=3, detokenize=False),
+        SamplingParams(temperature=0, max_tokens=40, stop_token_ids=list(range(0, 512, 9)), detokenize=False),
+        SamplingParams(temperature=0, max_tokens=24, n=2, ignore_eos=True, detokenize=False),
+        SamplingParams(temperature=0, max_tokens=1, detokenize=False),
+        SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, presence_penalty=1.5, detokenize=False),
+        SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, min_tokens=10, detokenize=False),
+    ]
+    inputs = [{"prompt_token_ids": p} for p in prompts]
+    results = []
+    for spec in (None, SPEC | {"model": head}):
+        with engine(random_target, spec) as llm:
+            outputs = llm.generate(inputs, requests, use_tqdm=False)
+            results.append([(list(c.token_ids), c.finish_reason, c.logprobs) for o in outputs for c in o.outputs])
+    assert len(results[0]) == 7
+    for (tokens, reason, logprobs), (eesd_tokens, eesd_reason, eesd_logprobs) in zip(*results):
+        assert eesd_tokens == tokens
+        assert eesd_reason == reason
+        for position, eesd_position in zip(logprobs or [], eesd_logprobs or []):
+            assert position.keys() == eesd_position.keys()
+            for token_id, entry in position.items():
+                # Batches of different shapes: the last bits of float32 differ.
+                assert eesd_position[token_id].logprob == pytest.approx(entry.logprob, abs=1e-4)

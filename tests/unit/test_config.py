@@ -1,0 +1,44 @@
+"""Every wrong value is one line that names the field, the value and what is allowed."""
+
+import pytest
+from pydantic import ValidationError
+
+from vllm_eesd.config import EESDConfig
+
+
+def test_the_bare_word_means_the_defaults():
+    config = EESDConfig.parse("eesd")
+    assert config == EESDConfig.parse({"method": "eesd"}) == EESDConfig()
+    assert (config.num_speculative_tokens, config.policy, config.draft_sample_method) == (8, "beta_ts", "greedy")
+
+
+def test_it_is_frozen():
+    with pytest.raises(ValidationError):
+        EESDConfig().num_speculative_tokens = 3
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"num_speculative_tokens": 0}, ["num_speculative_tokens", "0", "greater than or equal to 1"]),
+        ({"num_speculative_tokens": -1}, ["num_speculative_tokens", "-1", "greater than or equal to 1"]),
+        ({"num_speculative_tokens": 1000}, ["num_speculative_tokens", "1000", "less than or equal to 32"]),
+        ({"num_speculative_tokens": "x"}, ["num_speculative_tokens", "'x'", "integer"]),
+        ({"num_speculative_tokens": True}, ["num_speculative_tokens", "True", "integer"]),
+        ({"exit_layer": 0}, ["exit_layer", "0", "greater than or equal to 1"]),
+        ({"exit_layer": "two"}, ["exit_layer", "'two'", "integer"]),
+        ({"policy": "greedy_best"}, ["policy", "'greedy_best'", "beta_ts", "fixed"]),
+        ({"draft_sample_method": "typical"}, ["draft_sample_method", "'typical'", "greedy"]),
+        ({"model": 7}, ["model", "7", "string"]),
+        ({"seed": -3}, ["seed", "-3"]),
+        ({"policy_args": []}, ["policy_args", "[]", "dictionary"]),
+        ({"draft_tokens": 3}, ["unknown field 'draft_tokens'", "num_speculative_tokens"]),
+    ],
+)
+def test_bad_values(fields, named):
+    with pytest.raises(ValueError) as error:
+        EESDConfig.parse({"method": "eesd", **fields})
+    message = str(error.value)
+    assert "\n" not in message
+    for part in named:
+        assert part in message

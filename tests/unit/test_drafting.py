@@ -1,0 +1,94 @@
+"""The round loop and the request slots, with a draft model that only counts."""
+
+import numpy as np
+
+from vllm_eesd.drafting import RequestSlots, draft_round
+from vllm_eesd.policy import BetaPosterior, build_policy
+
+
+class Counting:
+    """Drafts the input plus one, and remembers what it was asked."""
+
+    def __init__(self):
+        self.calls = []
+
+    def step(self, rows, offset, token_ids):
+        self.calls.append((rows.tolist(), offset))
+        return token_ids + 1, (0.1 * token_ids).astype(np.float32)
+
+
+class Scripted:
+    """A policy that lets slot s draft `lengths[s]` tokens."""
+
+    needs_confidence = True
+
+    def __init__(self, lengths):
+        self.lengths, self.confidences = np.array(lengths), []
+
+    def draft_more(self, slots, num_drafted, confidence):
+        self.confidences.append(None if confidence is None else confidence.tolist())
+        return self.lengths[slots] > num_drafted
+
+
+def run(lengths, limits, slots=None):
+    model, policy = Counting(), Scripted(lengths)
+    slots = np.arange(len(limits)) if slots is None else np.array(slots)
+    return draft_round(model, policy, slots, np.arange(len(limits)) * 100, np.array(limits)), model, policy
+
+
+def test_ragged_lengths():
+    drafts, model, _ = run(lengths=[3, 0, 1, 2], limits=[8, 8, 8, 8])
+    assert drafts == [[1, 2, 3], [], [201], [301, 302]]
+    assert model.calls == [([0, 2, 3], 0), ([0, 3], 1), ([0], 2)]
+
+
+def test_limits_bind_before_the_policy():
+    drafts, _, _ = run(lengths=[9, 9, 9], limits=[2, 0, 1])
+    assert drafts == [[1, 2], [], [201]]
+
+
+def test_the_policy_sees_the_slots_not_the_rows():
+    drafts, _, _ = run(lengths=[0, 0, 2], limits=[8, 8], slots=[2, 0])
+    assert drafts == [[1, 2], []]
+
+
+def test_a_row_that_stopped_has_no_say_in_the_confidences():
+    _, _, policy = run(lengths=[2, 1], limits=[8, 8])
+    np.testing.assert_allclose(policy.confidences[1], [0.0, 10.0], rtol=1e-6)
+    np.testing.assert_allclose(policy.confidences[2], [0.1], rtol=1e-6)
+
+
+def test_nothing_to_draft_runs_nothing():
+    drafts, model, _ = run(lengths=[5], limits=[0])
+    assert (drafts, model.calls) == ([[]], [])
+    assert run(lengths=[], limits=[])[0] == []
+
+
+def test_no_draft_is_longer_than_its_limit_under_beta_ts():
+    policy = build_policy("beta_ts", BetaPosterior(6, 50, 1), 0, {})
+    limits = np.array([0, 1, 2, 3, 5, 8])
+    for _ in range(50):
+        drafts = draft_round(Counting(), policy, np.arange(6), np.zeros(6, dtype=np.int64), limits)
+        assert all(len(draft) <= limit for draft, limit in zip(drafts, limits))
+        assert all(drafts[row] for row in range(1, 6))
+
+
+def test_slots_stay_with_their_request_and_are_reused():
+    slots = RequestSlots(3)
+    first, new = slots.assign(["a", "b"])
+    assert new.all() and len(set(first)) == 2
+    again, new = slots.assign(["b", "a"])
+    assert not new.any() and again.tolist() == first[::-1].tolist()
+    slots.release(["a", "unknown"])
+    assert len(slots) == 1
+    third, new = slots.assign(["b", "c", "d"])
+    assert new.tolist() == [False, True, True] and len(set(third)) == 3
+
+
+def test_slots_do_not_grow_with_the_requests_served():
+    """Preempted requests never say goodbye: their slots go to whoever runs."""
+    slots = RequestSlots(4)
+    for number in range(1000):
+        assigned, new = slots.assign([f"request-{number}-{i}" for i in range(4)])
+        assert new.all() and sorted(assigned) == [0, 1, 2, 3]
+    assert len(slots) == 4

@@ -1,0 +1,39 @@
+"""The counters that every table and metric is made from."""
+
+from vllm_eesd.stats import DraftStats, Round
+
+
+def test_positions_are_counted_unconditionally():
+    stats = DraftStats(3)
+    stats.count("a", draft=[1, 2, 3], emitted=[1, 2, 9])  # two accepted
+    stats.count("a", draft=[4], emitted=[4, 5])  # all accepted
+    stats.count("b", draft=[], emitted=[7])
+    assert stats.as_dict() == {
+        "rounds": 3,
+        "drafted": 4,
+        "accepted": 3,
+        "emitted": 6,
+        "drafted_per_position": [2, 1, 1],
+        "accepted_per_position": [2, 1, 0],
+        "draft_length_histogram": [1, 1, 0, 1],
+    }
+    stats.reset()
+    assert stats.as_dict()["rounds"] == 0
+
+
+def test_rounds_are_recorded_from_the_first_call_on():
+    stats = DraftStats(2)
+    stats.count("a", [1], [1, 2])
+    assert stats.take_rounds() == []
+    stats.count("a", [3, 4], [3, 8])
+    assert stats.take_rounds() == [Round("a", [3, 4], 1, [3, 8])]
+    assert stats.take_rounds() == []
+
+
+def test_a_record_nobody_takes_does_not_grow_without_bound():
+    stats = DraftStats(1)
+    stats.MAX_RECORDED_ROUNDS = 10
+    stats.take_rounds()
+    for _ in range(100):
+        stats.count("a", [], [1])
+    assert len(stats.take_rounds()) <= 10
