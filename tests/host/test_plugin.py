@@ -2,6 +2,8 @@
 
 import dataclasses
 import inspect
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -64,14 +66,19 @@ def test_a_changed_host_serves_everything_else(bare_host):
     plugin.refuse("a test")
     from vllm.engine.arg_utils import EngineArgs
 
-    assert EngineArgs(model="x").create_speculative_config(None, None) is None
+    assert EngineArgs.create_speculative_config(engine_args(None), None, None) is None
+
+
+def engine_args(spec):
+    """Stands for EngineArgs(speculative_config=spec), which would look for a model first."""
+    return SimpleNamespace(speculative_config=spec, spec_method=None, spec_model=None, spec_tokens=None)
 
 
 def ask_for(spec):
     from vllm.engine.arg_utils import EngineArgs
 
     with pytest.raises(ValueError) as error:
-        EngineArgs(model="x", speculative_config=spec).create_speculative_config(None, None)
+        EngineArgs.create_speculative_config(engine_args(spec), None, None)
     assert "\n" not in str(error.value)
     return str(error.value)
 
@@ -97,3 +104,7 @@ def test_the_bare_word_on_the_command_line():
     assert read('{"method": "ngram", "num_speculative_tokens": 3}') == {"method": "ngram", "num_speculative_tokens": 3}
     with pytest.raises(SystemExit):
         read("eagle")
+
+
+def test_the_docs_table_is_the_records():
+    assert plugin.seams_table() in (Path(__file__).resolve().parents[2] / "docs" / "seams.md").read_text()

@@ -141,3 +141,10 @@ def refuse(cause: str) -> None:
         seams.install(signpost)
     except (ImportError, AttributeError):
         pass  # Not even the place to say so exists: the warning above must do.
+
+
+def seams_table() -> str:
+    """Return the Markdown table of docs/seams.md, made from the records."""
+    lines = ["| place in vLLM | why | what would retire it |", "|---|---|---|"]
+    lines += [f"| `{seam.target}` | {seam.why} | {seam.retired_by} |" for seam in SEAMS]
+    return "\n".join(lines) + "\n"

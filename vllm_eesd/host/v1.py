@@ -61,7 +61,7 @@ class EarlyExitProposer:
             hook_kv_fill(target, config.exit_layer, head)
         with set_model_tag("eesd_draft"):
             self._step = DraftStep(vllm_config=self.vllm_config, target=target, exit_layer=config.exit_layer, head=head)
-        self._layer_names = [f"model.layers.{i}.self_attn.attn" for i in range(config.exit_layer)]
+        self._layer_names = [layer.self_attn.attn.layer_name for layer in target.model.layers[: config.exit_layer]]
         if head is not None:
             self._layer_names.append(head.attention_name)
         self._warm_up()

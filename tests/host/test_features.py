@@ -1,0 +1,111 @@
+"""What EESD must leave alone or account for: memory, LoRA, and requests that end."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+SPEC = {"method": "eesd", "num_speculative_tokens": 4, "policy": "fixed"}
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    generator = np.random.default_rng(5)
+    return [generator.integers(0, 512, n).tolist() for n in (12, 30, 7, 19)]
+
+
+def kv_layers(llm):
+    """Return layer name -> bytes of one KV-cache page, from vLLM's own KV-cache config."""
+    runner = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+    groups = runner.kv_cache_config.kv_cache_groups
+    assert len(groups) == 1  # one group, so one block table
+    return {name: groups[0].kv_cache_spec.page_size_bytes for name in groups[0].layer_names}
+
+
+def test_the_extra_memory_is_one_layers_kv_and_the_head(engine, random_target, cloned_head, drafter_of):
+    with engine(random_target, enforce_eager=True) as llm:
+        plain = kv_layers(llm)
+    with engine(random_target, SPEC | {"model": cloned_head(random_target, 2, 7)}, enforce_eager=True) as llm:
+        eesd = kv_layers(llm)
+        drafter = drafter_of(llm)
+        extra = set(eesd) - set(plain)
+        assert extra == {"eesd_exit.layers.8.self_attn.attn"}
+        assert set(plain) < set(eesd) and {eesd[name] for name in extra} == set(plain.values())
+        # The draft step borrows the target's modules: it owns no parameter of its own.
+        assert sum(p.numel() for p in drafter._step.parameters()) == 0
+        head = drafter._step._head[0]
+        config = drafter.vllm_config.model_config.hf_text_config
+        hidden, inner, kv = config.hidden_size, config.intermediate_size, 2 * 32
+        expected = 2 * hidden * hidden + 2 * hidden * kv + 3 * hidden * inner + 3 * hidden
+        assert sum(p.numel() for p in head.parameters()) == expected
+    with engine(random_target, SPEC | {"exit_layer": 4}, enforce_eager=True) as llm:
+        assert kv_layers(llm) == plain  # headless needs nothing
+
+
+@pytest.fixture(scope="module")
+def adapter(tmp_path_factory):
+    """A LoRA adapter on q and v of every layer, strong enough to change the greedy text."""
+    from safetensors.torch import save_file
+
+    directory = tmp_path_factory.mktemp("lora")
+    generator = torch.Generator().manual_seed(0)
+    tensors = {}
+    for layer in range(8):
+        for module, out in (("q_proj", 128), ("v_proj", 64)):
+            name = f"base_model.model.model.layers.{layer}.self_attn.{module}"
+            tensors[f"{name}.lora_A.weight"] = torch.randn(8, 128, generator=generator) * 0.2
+            tensors[f"{name}.lora_B.weight"] = torch.randn(out, 8, generator=generator) * 0.2
+    save_file(tensors, directory / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 8, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"], "bias": "none"}
+    (directory / "adapter_config.json").write_text(json.dumps(config))
+    return str(directory)
+
+
+def test_lora_requests_are_served_right_and_draft_nothing(
+    engine, random_target, cloned_head, adapter, prompts, drafter_of
+):
+    from vllm import SamplingParams
+    from vllm.lora.request import LoRARequest
+
+    lora = LoRARequest("adapter", 1, adapter)
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, detokenize=False)
+    inputs = [{"prompt_token_ids": p} for p in prompts]
+    spec = SPEC | {"model": cloned_head(random_target, 7, 7)}
+    answers = []
+    for options in ({}, {"spec": spec}):
+        with engine(random_target, enable_lora=True, max_lora_rank=8, **options) as llm:
+
+            def generate(lora_request):
+                outputs = llm.generate(inputs, params, lora_request=lora_request, use_tqdm=False)
+                return [list(o.outputs[0].token_ids) for o in outputs]
+
+            answers.append([generate([lora] * 4), generate([None, lora, None, lora])])
+            if options:
+                (stats,) = llm.collective_rpc("eesd_stats")
+                assert stats["rounds"] > 0 and stats["drafted"] == 0
+            answers[-1].append(generate(None))
+            if options:  # requests without an adapter still draft, and right
+                (stats,) = llm.collective_rpc("eesd_stats")
+                assert stats["accepted"] == stats["drafted"] > 0
+    assert answers[0] == answers[1]
+    assert answers[0][0] != answers[0][2]  # the adapter does something
+
+
+def test_finished_requests_leave_no_state_behind(engine, greedy, random_target, prompts, drafter_of):
+    with engine(random_target, SPEC | {"exit_layer": 8}, enforce_eager=True, max_num_seqs=4) as llm:
+        for _ in range(3):
+            greedy(llm, prompts * 3, max_tokens=6)
+        drafter = drafter_of(llm)
+        assert len(drafter._slots) <= 4
+        scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+        assert scheduler.kv_cache_manager.usage == 0
+
+
+def test_nothing_is_drafted_past_a_requests_budget(engine, greedy, random_target, prompts):
+    """max_tokens 3: after the prompt's token at most two may follow, so no draft is longer than one."""
+    with engine(random_target, SPEC | {"exit_layer": 8}, enforce_eager=True) as llm:
+        greedy(llm, prompts, max_tokens=3)
+        (stats,) = llm.collective_rpc("eesd_stats")
+    assert stats["draft_length_histogram"][2:] == [0, 0, 0]
+    assert stats["accepted"] == stats["drafted"] == 4

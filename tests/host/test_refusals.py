@@ -1,0 +1,150 @@
+"""Wrong input is one line that says what to do, given before any engine starts."""
+
+import json
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+
+def refusal(target, spec, **options):
+    """Return the message with which this speculative config is refused."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    from vllm_eesd.host import plugin
+
+    plugin.register()
+    with pytest.raises(ValueError) as error:
+        EngineArgs(model=target, speculative_config=spec, skip_tokenizer_init=True, **options).create_engine_config()
+    message = str(error.value)
+    assert "\n" not in message, message
+    return message
+
+
+@pytest.fixture
+def head(random_target, cloned_head, tmp_path):
+    """A good head to break: a private copy."""
+    return Path(shutil.copytree(cloned_head(random_target, 2, 2), tmp_path / "head"))
+
+
+def edit(head, **changes):
+    config = json.loads((head / "config.json").read_text())
+    for key, value in changes.items():
+        place = config["speculators_config"]["verifier"] if key in config["speculators_config"]["verifier"] else config
+        place[key] = value
+    (head / "config.json").write_text(json.dumps(config))
+
+
+def test_no_head_names_both_ways_out(random_target):
+    message = refusal(random_target, "eesd")
+    assert "no exit head" in message and "'model'" in message and "'exit_layer'" in message
+
+
+def test_head_directory_missing(random_target):
+    assert "no such directory" in refusal(random_target, {"method": "eesd", "model": "/nowhere/head"})
+
+
+def test_a_target_is_not_a_head(random_target):
+    assert "not an exit head" in refusal(random_target, {"method": "eesd", "model": random_target})
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"num_hidden_layers": 12}, ["num_hidden_layers", "12", "8"]),
+        ({"architecture": "Qwen3ForCausalLM"}, ["Qwen3ForCausalLM", "LlamaForCausalLM"]),
+        ({"vocab_size": 99}, ["vocab_size", "99", "512"]),
+        ({"exit_layer": 40}, ["exit_layer", "40"]),
+    ],
+)
+def test_a_head_for_another_target(random_target, head, changes, named):
+    edit(head, **changes)
+    message = refusal(random_target, {"method": "eesd", "model": str(head)})
+    assert all(part in message for part in named), message
+
+
+def test_wrong_hidden_size(random_target, head):
+    layer = json.loads((head / "config.json").read_text())["transformer_layer_config"]
+    edit(head, hidden_size=64, transformer_layer_config=layer | {"hidden_size": 64})
+    assert "hidden_size" in refusal(random_target, {"method": "eesd", "model": str(head)})
+
+
+def test_truncated_weights(random_target, head):
+    weights = head / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    assert "truncated" in refusal(random_target, {"method": "eesd", "model": str(head)})
+
+
+def test_pickled_weights(random_target, head):
+    (head / "model.safetensors").rename(head / "pytorch_model.bin")
+    assert "pickled" in refusal(random_target, {"method": "eesd", "model": str(head)})
+
+
+@pytest.mark.parametrize("exit_layer", [9, 1000])
+def test_exit_layer_out_of_range(random_target, exit_layer):
+    message = refusal(random_target, {"method": "eesd", "exit_layer": exit_layer})
+    assert f"exit_layer={exit_layer} is out of range" in message and "8 layers" in message
+
+
+def test_exit_layer_that_is_not_the_heads(random_target, head):
+    message = refusal(random_target, {"method": "eesd", "model": str(head), "exit_layer": 5})
+    assert "exit_layer=5" in message and "2" in message
+
+
+@pytest.mark.parametrize("value", [0, -1, 1000, "x"])
+def test_num_speculative_tokens(random_target, value):
+    message = refusal(random_target, {"method": "eesd", "exit_layer": 2, "num_speculative_tokens": value})
+    assert "num_speculative_tokens" in message and repr(value) in message
+
+
+def test_unknown_field_and_policy(random_target):
+    assert "unknown field 'depth'" in refusal(random_target, {"method": "eesd", "exit_layer": 2, "depth": 1})
+    assert "policy='best'" in refusal(random_target, {"method": "eesd", "exit_layer": 2, "policy": "best"})
+    spec = {"method": "eesd", "exit_layer": 2, "policy_args": {"k": 1}}
+    assert "unknown key 'k'" in refusal(random_target, spec)
+
+
+def test_unsupported_target(tmp_path):
+    from transformers import GPT2Config
+
+    config = GPT2Config(n_embd=32, n_layer=2, n_head=2, vocab_size=64, architectures=["GPT2LMHeadModel"])
+    config.save_pretrained(tmp_path)
+    message = refusal(str(tmp_path), {"method": "eesd", "exit_layer": 1})
+    assert "GPT2LMHeadModel" in message and "SupportsEagle3" in message
+
+
+def target_like(**changes):
+    fields = {"architectures": ["LlamaForCausalLM"], "uses_mrope": False, "get_sliding_window": lambda: None}
+    return SimpleNamespace(**fields | changes)
+
+
+@pytest.mark.parametrize(
+    ("target", "pipeline_parallel_size", "named"),
+    [
+        (target_like(), 2, "pipeline_parallel_size=2"),
+        (target_like(uses_mrope=True), 1, "M-RoPE"),
+        (target_like(get_sliding_window=lambda: 128), 1, "sliding-window"),
+    ],
+)
+def test_layouts_that_would_go_wrong(target, pipeline_parallel_size, named):
+    from vllm_eesd.host.speculative import check_target_model
+
+    check_target_model(target_like(), SimpleNamespace(pipeline_parallel_size=1))
+    with pytest.raises(ValueError, match=named):
+        check_target_model(target, SimpleNamespace(pipeline_parallel_size=pipeline_parallel_size))
+
+
+def test_the_config_survives_a_process_boundary(random_target, head):
+    import pickle
+
+    from vllm.engine.arg_utils import EngineArgs
+
+    spec = {"method": "eesd", "model": str(head), "num-speculative-tokens": 5}
+    config = EngineArgs(model=random_target, speculative_config=spec, skip_tokenizer_init=True).create_engine_config()
+    there = pickle.loads(pickle.dumps(config))
+    assert type(there.speculative_config) is type(config.speculative_config)
+    assert there.speculative_config.eesd.num_speculative_tokens == 5
+    assert there.speculative_config.exit_head.exit_layer == 2
+    assert there.num_lookahead_tokens == 5
+    assert there.speculative_config.compute_hash() == config.speculative_config.compute_hash()
