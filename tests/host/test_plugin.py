@@ -55,7 +55,7 @@ def test_a_changed_host_gets_no_seam_at_all(bare_host, monkeypatch, index):
     changed[index] = dataclasses.replace(changed[index], digests=("0" * 16,))
     monkeypatch.setattr(plugin, "SEAMS", tuple(changed))
     plugin.register()
-    for seam, original in zip(plugin.SEAMS[1:], bare_host[1:]):
+    for seam, original in zip(plugin.SEAMS[1:], bare_host[1:], strict=False):
         assert attribute(seam) is original
     message = ask_for("eesd")
     assert changed[index].target in message and "vLLM 0.32.0" in message and "eesd doctor" in message

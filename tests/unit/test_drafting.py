@@ -69,7 +69,7 @@ def test_no_draft_is_longer_than_its_limit_under_beta_ts():
     limits = np.array([0, 1, 2, 3, 5, 8])
     for _ in range(50):
         drafts = draft_round(Counting(), policy, np.arange(6), np.zeros(6, dtype=np.int64), limits)
-        assert all(len(draft) <= limit for draft, limit in zip(drafts, limits))
+        assert all(len(draft) <= limit for draft, limit in zip(drafts, limits, strict=False))
         assert all(drafts[row] for row in range(1, 6))
 
 

@@ -1,9 +1,9 @@
 """The only place that names vLLM's internal types. Importing it imports vLLM."""
 
 from vllm import __version__ as VLLM_VERSION
-from vllm.config import CompilationMode, ModelConfig, ParallelConfig, SpeculativeConfig, VllmConfig
 from vllm.compilation.backends import set_model_tag
 from vllm.compilation.decorators import support_torch_compile
+from vllm.config import CompilationMode, ModelConfig, ParallelConfig, SpeculativeConfig, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.forward_context import (
     create_forward_context,

@@ -144,7 +144,9 @@ class DraftStep(nn.Module):
     The target's modules are used in place, on the target's own KV slots; this module owns no parameter.
     """
 
-    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "", target: nn.Module, exit_layer: int, head: Any) -> None:
+    def __init__(
+        self, *, vllm_config: VllmConfig, prefix: str = "", target: nn.Module, exit_layer: int, head: Any
+    ) -> None:
         super().__init__()
         # Tuples hide the target's modules from this one's parameter list.
         self._target = (target,)

@@ -1,4 +1,4 @@
-"""The config object that carries EESD through vLLM: built, and everything refused that must be, before an engine starts."""
+"""The config object that carries EESD through vLLM; what must be refused is refused here, before an engine starts."""
 
 from __future__ import annotations
 
@@ -128,7 +128,9 @@ def resolve_exit_head(eesd: EESDConfig, target: ModelConfig) -> tuple[ExitHeadCo
         )
     num_layers = text_config.num_hidden_layers
     if not 0 < exit_layer <= num_layers:
-        raise ValueError(f"eesd: exit_layer={exit_layer} is out of range; the target has {num_layers} layers: 1..{num_layers - 1}")
+        raise ValueError(
+            f"eesd: exit_layer={exit_layer} is out of range; the target has {num_layers} layers: 1..{num_layers - 1}"
+        )
     verifier = Verifier(
         name_or_path=str(target.model),
         architecture=target.architectures[0],
@@ -153,4 +155,6 @@ def local_directory(name: str) -> str:
         return snapshot_download(name, allow_patterns=["*.json", "*.safetensors"])
     except Exception as error:  # the Hub client's own hierarchy, network errors included
         cause = str(error).splitlines()[0]
-        raise ValueError(f"eesd: model={name!r} is neither a directory nor an available Hub repository: {cause}") from None
+        raise ValueError(
+            f"eesd: model={name!r} is neither a directory nor an available Hub repository: {cause}"
+        ) from None

@@ -76,7 +76,9 @@ class EarlyExitProposer:
 
     def propose(self, *args: Any, **kwargs: Any) -> list[list[int]]:
         """Refuse: without its seam the runner gives a proposer too little to draft with."""
-        raise RuntimeError("eesd: the seam at GPUModelRunner.propose_draft_token_ids is not installed; run `eesd doctor`")
+        raise RuntimeError(
+            "eesd: the seam at GPUModelRunner.propose_draft_token_ids is not installed; run `eesd doctor`"
+        )
 
     def propose_round(self, runner: Any, scheduler_output: Any, sampled_token_ids: list[list[int]]) -> list[list[int]]:
         """Return each batch row's draft, after learning from what became of the last one.
@@ -107,12 +109,16 @@ class EarlyExitProposer:
         for row in np.flatnonzero(new).tolist():
             request, slot = runner.requests[request_ids[row]], slots[row]
             params = request.sampling_params
-            budget = params.max_tokens + request.num_prompt_tokens if params.max_tokens is not None else runner.max_model_len
+            budget = (
+                params.max_tokens + request.num_prompt_tokens if params.max_tokens is not None else runner.max_model_len
+            )
             self._token_budget[slot] = min(budget, runner.max_model_len)
             self._stop_token_ids[slot] = frozenset(params.all_stop_token_ids)
         return slots
 
-    def _observe(self, batch: Any, scheduler_output: Any, slots: np.ndarray, num_tokens: np.ndarray, emitted: list) -> None:
+    def _observe(
+        self, batch: Any, scheduler_output: Any, slots: np.ndarray, num_tokens: np.ndarray, emitted: list
+    ) -> None:
         """Count the round the target just verified; prompt chunks and first tokens are no rounds."""
         verified, accepted, rows = [], [], []
         scheduled = scheduler_output.scheduled_spec_decode_tokens
