@@ -1,11 +1,15 @@
 """What every test may rely on: the environment of a CPU engine, the `gpu` marker, the embedded model."""
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[1]
+
+# `python -m pytest` puts the repository root there, where kernels/ would hide Hugging Face's `kernels` package.
+sys.path[:] = [entry for entry in sys.path if Path(entry).resolve() != REPOSITORY]
 
 # vLLM reads these when it is imported; `make test` sets the same, a bare pytest relies on this.
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
