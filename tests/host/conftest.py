@@ -84,6 +84,7 @@ def engine():
             options |= {"speculative_config": spec, "worker_extension_cls": "vllm_eesd.host.worker.WorkerExtension"}
         options.setdefault("max_model_len", 256)
         options.setdefault("skip_tokenizer_init", True)
+        options.setdefault("enforce_eager", True)  # compiling takes most of a start; some tests ask for it
         llm = LLM(
             target, dtype="float32", distributed_executor_backend="uni", disable_log_stats=True, seed=0, **options
         )

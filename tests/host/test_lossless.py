@@ -6,8 +6,8 @@ import pytest
 SPEC = {"method": "eesd", "num_speculative_tokens": 6}  # beta_ts: ragged lengths, different every round
 #: name -> engine options. Small blocks of work, few KV blocks: chunked prefill and preemption really happen.
 SETTINGS = {
-    "default": {},
-    "eager": {"enforce_eager": True},
+    "compiled": {"enforce_eager": False},
+    "eager": {},
     "chunked prefill": {"max_num_batched_tokens": 32, "max_num_seqs": 8},
     "preemption": {"num_gpu_blocks_override": 9, "block_size": 32, "max_num_seqs": 8},
 }

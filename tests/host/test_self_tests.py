@@ -26,13 +26,15 @@ def test_headless_at_the_last_layer_accepts_everything(engine, greedy, random_ta
     assert stats["accepted"] == stats["drafted"]
 
 
-@pytest.mark.parametrize("max_num_batched_tokens", [2048, 32], ids=["whole prompts", "chunked prompts"])
-def test_a_cloned_last_layer_accepts_everything(
-    engine, greedy, random_target, cloned_head, prompts, max_num_batched_tokens
-):
+@pytest.mark.parametrize(
+    "options",
+    [{"enforce_eager": False}, {"enforce_eager": False, "max_num_batched_tokens": 32}, {"max_num_batched_tokens": 32}],
+    ids=["compiled", "compiled, chunked prompts", "eager, chunked prompts"],
+)
+def test_a_cloned_last_layer_accepts_everything(engine, greedy, random_target, cloned_head, prompts, options):
     """N = L - 1 and the exit layer a copy of the last: right only if every K/V of the exit layer is filled."""
     head = cloned_head(random_target, 7, 7)
-    with engine(random_target, FIXED | {"model": head}, max_num_batched_tokens=max_num_batched_tokens) as llm:
+    with engine(random_target, FIXED | {"model": head}, **options) as llm:
         greedy(llm, prompts)
         (stats,) = llm.collective_rpc("eesd_stats")
     assert stats["drafted"] > 150
@@ -45,7 +47,7 @@ def test_the_cloned_last_layer_notices_a_missing_kv_fill(
     """The test above can fail: without the fill, drafts are rejected while the output stays right."""
     monkeypatch.setattr("vllm_eesd.host.v1.hook_kv_fill", lambda *args: None)
     head = cloned_head(random_target, 7, 7)
-    with engine(random_target, FIXED | {"model": head}, enforce_eager=True) as llm:
+    with engine(random_target, FIXED | {"model": head}) as llm:
         greedy(llm, prompts)
         (stats,) = llm.collective_rpc("eesd_stats")
     assert stats["accepted"] < 0.9 * stats["drafted"]
@@ -64,7 +66,7 @@ def test_a_cloned_next_layer_equals_headless_one_layer_later(engine, greedy, ran
 
 def test_the_exit_layers_kv_equals_the_cloned_layers(engine, greedy, random_target, cloned_head, prompts, drafter_of):
     """Element by element, over prompts, verified drafts and rejected ones."""
-    with engine(random_target, FIXED | {"model": cloned_head(random_target, 3, 3)}, enforce_eager=True) as llm:
+    with engine(random_target, FIXED | {"model": cloned_head(random_target, 3, 3)}) as llm:
         greedy(llm, prompts)
         layers = drafter_of(llm).vllm_config.compilation_config.static_forward_context
         exit_kv = layers["eesd_exit.layers.8.self_attn.attn"].kv_cache

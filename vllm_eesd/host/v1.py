@@ -69,6 +69,8 @@ class EarlyExitProposer:
 
     def _warm_up(self) -> None:
         """Compile the draft step; two rows, because a batch of one would be compiled for one only."""
+        if self._step.do_not_compile:
+            return
         rows = torch.zeros(2, dtype=torch.int64)
         context = create_forward_context(None, self.vllm_config)
         with torch.inference_mode(), override_forward_context(context):
@@ -168,6 +170,7 @@ class DraftRows:
         self._step, self._layer_names = step, layer_names
         group_id, group = _attention_group(runner, layer_names)
         self._builder = group.get_metadata_builder()
+        self._runner = runner
         self._block_table = runner.input_batch.block_table[group_id]
         max_num_reqs = runner.max_num_reqs
         self._offsets = np.arange(num_speculative_tokens)
@@ -209,6 +212,9 @@ class DraftRows:
             block_table_tensor=torch.from_numpy(blocks[rows]),
             slot_mapping=slot_mapping,
         )
+        if self._runner.lora_config:
+            # The target's last forward left its own token-to-adapter mapping; drafting rows have no adapter.
+            self._runner._set_active_loras((0,) * num_rows, (0,) * num_rows, set())
         metadata = self._builder.build(0, common)
         self._context.attn_metadata = dict.fromkeys(self._layer_names, metadata)
         self._context.slot_mapping = dict.fromkeys(self._layer_names, slot_mapping)
