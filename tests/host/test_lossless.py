@@ -80,7 +80,7 @@ def test_logprobs_stop_tokens_and_n(engine, random_target, head, prompts):
     requests = [
         SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, logprobs=3, detokenize=False),
         SamplingParams(temperature=0, max_tokens=40, stop_token_ids=list(range(0, 512, 9)), detokenize=False),
-        SamplingParams(temperature=0, max_tokens=24, n=2, ignore_eos=True, detokenize=False),
+        SamplingParams(temperature=1, top_k=1, max_tokens=24, n=2, ignore_eos=True, detokenize=False),
         SamplingParams(temperature=0, max_tokens=1, detokenize=False),
         SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, presence_penalty=1.5, detokenize=False),
         SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, min_tokens=10, detokenize=False),

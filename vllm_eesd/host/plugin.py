@@ -67,6 +67,32 @@ def _wrap_propose_draft_token_ids(original: Callable[..., Any]) -> Callable[...,
     return propose_draft_token_ids
 
 
+def _wrap_sample(original: Callable[..., Any]) -> Callable[..., Any]:
+    def _sample(self, logits, spec_decode_metadata):
+        from vllm_eesd.host.v1 import EarlyExitProposer
+
+        # Without drafts the logits hold one row per request, as in a plain step: sample them as a plain step does.
+        if (
+            spec_decode_metadata is not None
+            and spec_decode_metadata.max_spec_len == 0
+            and isinstance(self.drafter, EarlyExitProposer)
+        ):
+            return original(self, logits, None)
+        return original(self, logits, spec_decode_metadata)
+
+    return _sample
+
+
+def _wrap_expand_batch_to_tokens(original: Callable[..., Any]) -> Callable[..., Any]:
+    def expand_batch_to_tokens(x, cu_num_tokens, num_tokens, replace_from=0, replace_to=0):
+        if not x.is_cpu:
+            return original(x, cu_num_tokens, num_tokens, replace_from, replace_to)
+        per_request = cu_num_tokens.diff(prepend=cu_num_tokens.new_zeros(1))
+        return x.masked_fill(x == replace_from, replace_to).repeat_interleave(per_request, output_size=num_tokens)
+
+    return expand_batch_to_tokens
+
+
 SEAMS = (
     Seam(
         target="vllm.engine.arg_utils:EngineArgs.create_speculative_config",
@@ -95,6 +121,20 @@ SEAMS = (
         wrap=_wrap_propose_draft_token_ids,
         why="a custom_class proposer is given token ids only; drafting needs the block table and the requests",
         retired_by="the runner passing itself to custom proposers",
+    ),
+    Seam(
+        target="vllm.v1.worker.gpu_model_runner:GPUModelRunner._sample",
+        digests=("0e5d07b1a03ebda7",),
+        wrap=_wrap_sample,
+        why="a step in which nobody drafted should cost what a plain one costs; with top-k it fails on a CPU in 0.32",
+        retired_by="the runner leaving out the rejection sampler when a step has no drafts",
+    ),
+    Seam(
+        target="vllm.v1.sample.rejection_sampler:expand_batch_to_tokens",
+        digests=("8fcf791699dae7a4",),
+        wrap=_wrap_expand_batch_to_tokens,
+        why="on a CPU 0.32 writes temperature, top-k and top-p of drafted rows into a copy: sampling uses stray memory",
+        retired_by="_expand_kernel_impl in vllm/utils/cpu_triton_utils.py copying its result back",
     ),
 )
 

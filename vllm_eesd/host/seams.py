@@ -9,6 +9,7 @@ import inspect
 import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 #: Set on a wrapper, so that installing twice is seen.
@@ -17,10 +18,10 @@ _MARK = "_eesd_seam"
 
 @dataclass(frozen=True)
 class Seam:
-    """One wrapped method or property of a class of vLLM.
+    """One wrapped function of vLLM: a method or property of a class, or a function only its own module calls.
 
     Attributes:
-        target: "package.module:Class.attribute".
+        target: "package.module:Class.attribute" or "package.module:function".
         digests: of the source this wrapper was written against, one per vLLM release that differs; see `digest_of`.
         wrap: gets the original function, returns its replacement.
         why: what would not work without it.
@@ -53,11 +54,12 @@ def digest_of(function: Callable[..., Any]) -> str:
     return hashlib.sha256(code.encode()).hexdigest()[:16]
 
 
-def _locate(target: str) -> tuple[type, str, Any]:
-    """Return (class, attribute name, the raw attribute) of a seam's target."""
+def _locate(target: str) -> tuple[type | ModuleType, str, Any]:
+    """Return (class or module, attribute name, the raw attribute) of a seam's target."""
     module_name, _, qualified = target.partition(":")
-    class_name, _, attribute = qualified.partition(".")
-    owner = getattr(importlib.import_module(module_name), class_name)
+    class_name, _, attribute = qualified.rpartition(".")
+    module = importlib.import_module(module_name)
+    owner = getattr(module, class_name) if class_name else module
     return owner, attribute, inspect.getattr_static(owner, attribute)
 
 

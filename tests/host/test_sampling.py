@@ -1,0 +1,60 @@
+"""Sampled output has the target's distribution, temperature, top-k and top-p included."""
+
+import collections
+import math
+
+import pytest
+import torch
+
+SPEC = {"method": "eesd", "num_speculative_tokens": 3, "policy": "fixed"}
+SAMPLES = 3000
+PROMPT = [7, 300, 12, 45]
+
+
+def test_sampling_parameters_reach_every_drafted_row():
+    """The seam at expand_batch_to_tokens: vLLM 0.32's CPU kernel leaves its output unwritten."""
+    from vllm.v1.sample import rejection_sampler
+
+    from vllm_eesd.host import plugin
+
+    plugin.register()
+    cumulative = torch.tensor([2, 2, 5], dtype=torch.int32)
+    for values in (torch.tensor([0.5, 9.0, 1.5]), torch.tensor([4, 9, 2], dtype=torch.int32)):
+        expanded = rejection_sampler.expand_batch_to_tokens(values, cumulative, 5)
+        assert expanded.tolist() == [values[0]] * 2 + [values[2]] * 3
+    greedy = rejection_sampler.expand_batch_to_tokens(torch.tensor([0.0, 0.7]), torch.tensor([1, 3]), 3, 0, 1)
+    assert greedy.tolist() == pytest.approx([1.0, 0.7, 0.7])
+
+
+@pytest.mark.parametrize("sampling", [{"temperature": 0.7, "top_k": 4}, {"temperature": 2.5, "top_p": 0.6}], ids=str)
+def test_the_joint_distribution_of_three_tokens_is_plain_vllms(engine, random_target, sampling):
+    """Two-sample chi-squared over three-token continuations; seeds are fixed, so the outcome is too."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(max_tokens=4, ignore_eos=True, detokenize=False, **sampling)
+    counts = []
+    for spec in (None, SPEC | {"exit_layer": 7}):
+        with engine(random_target, spec, max_num_seqs=256) as llm:
+            outputs = llm.generate([{"prompt_token_ids": PROMPT}] * SAMPLES, params, use_tqdm=False)
+            counts.append(collections.Counter(tuple(o.outputs[0].token_ids[:3]) for o in outputs))
+            if spec:
+                (stats,) = llm.collective_rpc("eesd_stats")
+    assert 0.02 < stats["accepted"] / stats["drafted"] < 0.98  # acceptance and residual sampling both happened
+    statistic, degrees = two_sample_chi_squared(*counts)
+    assert degrees >= 10
+    # The normal approximation's 5 sigma: one false alarm in millions, while a wrong temperature is off by hundreds.
+    assert statistic < degrees + 5 * math.sqrt(2 * degrees)
+
+
+def two_sample_chi_squared(first, second):
+    """Return (statistic, degrees of freedom) of two equally large samples, cells of fewer than 10 pooled into one."""
+    cells, pooled = [], [0, 0]
+    for key in first.keys() | second.keys():
+        pair = [first[key], second[key]]
+        if sum(pair) >= 10:
+            cells.append(pair)
+        else:
+            pooled = [a + b for a, b in zip(pooled, pair, strict=True)]
+    if sum(pooled):
+        cells.append(pooled)
+    return sum((a - b) ** 2 / (a + b) for a, b in cells), len(cells) - 1
