@@ -100,7 +100,9 @@ class EarlyExitProposer:
         limits = self._draft_limits(runner, slots, num_tokens, sampled_token_ids)
         bonus_token_ids = np.array([ids[-1] if ids else 0 for ids in sampled_token_ids], dtype=np.int64)
         if self._rows is None:
-            self._rows = DraftRows(runner, self._step, self._layer_names, self.num_speculative_tokens)
+            self._rows = DraftRows(runner, self._step, self._layer_names)
+        # Whatever the scheduler reserved: a draft may never write into a block that is not its request's.
+        limits = np.minimum(limits, self._rows.allocated_tokens(len(slots)) - num_tokens + 1).clip(min=0)
         with self._rows.round(num_tokens - 1):
             return draft_round(self._rows, self.policy, slots, bonus_token_ids, limits)
 
@@ -163,23 +165,25 @@ class DraftRows:
         runner: vLLM's GPUModelRunner, its KV cache initialised.
         step: the compiled draft step.
         layer_names: the attention layers a draft step runs through.
-        num_speculative_tokens: K.
     """
 
-    def __init__(self, runner: Any, step: DraftStep, layer_names: list[str], num_speculative_tokens: int) -> None:
+    def __init__(self, runner: Any, step: DraftStep, layer_names: list[str]) -> None:
         self._step, self._layer_names = step, layer_names
         group_id, group = _attention_group(runner, layer_names)
         self._builder = group.get_metadata_builder()
         self._runner = runner
         self._block_table = runner.input_batch.block_table[group_id]
         max_num_reqs = runner.max_num_reqs
-        self._offsets = np.arange(num_speculative_tokens)
         self._input_ids = torch.zeros(max_num_reqs, dtype=torch.int64)
         self._positions = torch.zeros(max_num_reqs, dtype=torch.int64)
         self._slot_mapping = torch.zeros(max_num_reqs, dtype=torch.int64)
         self._seq_lens = torch.zeros(max_num_reqs, dtype=torch.int32)
         self._query_start_loc = torch.arange(max_num_reqs + 1, dtype=torch.int32)
         self._context = create_forward_context(None, runner.vllm_config)
+
+    def allocated_tokens(self, num_rows: int) -> np.ndarray:
+        """Return how many tokens the KV blocks of each row can hold, [num_rows] int64."""
+        return self._block_table.num_blocks_per_row[:num_rows].astype(np.int64) * self._block_table.block_size
 
     def round(self, bonus_positions: np.ndarray) -> Any:
         """Prepare a round and return the context manager its steps run in.
