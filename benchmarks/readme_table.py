@@ -1,0 +1,60 @@
+"""Write the README's figures from benchmarks/results: nothing there is typed by hand.
+
+    eesd demo --json benchmarks/results/demo.json
+    eesd bench latency --model models/eesd-code-10m --prompts models/prompts/held_out_code.jsonl \\
+        --methods plain,eesd,ngram --batch 1,4 --json benchmarks/results/latency.json
+    python benchmarks/readme_table.py
+"""
+
+import json
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+OPEN, CLOSE = "<!-- figures -->", "<!-- /figures -->"
+
+
+def cell(value, pattern):
+    return "-" if value is None else pattern.format(value)
+
+
+def table(rows):
+    """Return the Markdown table of `eesd bench latency`'s rows."""
+    lines = [
+        "| batch | method | tokens/s | speedup, paired median (range) | tokens per round | output identical |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        spread = row["speedup_spread"]
+        speedup = cell(row["speedup_vs_plain"], "{:.2f}x") + (f" ({spread[0]:.2f}-{spread[1]:.2f})" if spread else "")
+        identical = {True: "yes", False: "no", None: "-"}[row["identical"]]
+        lines.append(
+            f"| {row['batch']} | {row['method']} | {row['tokens_per_s']:.0f} | {speedup} "
+            f"| {cell(row['acceptance_length'], '{:.2f}')} | {identical} |"
+        )
+    return "\n".join(lines)
+
+
+def figures():
+    """Return the section's text."""
+    demo = json.loads((RESULTS / "demo.json").read_text())
+    rows = json.loads((RESULTS / "latency.json").read_text())
+    positions = " ".join(f"{share:.2f}" for share in demo["acceptance_per_position"])
+    return f"""On {rows[0]["hardware"]} (a shared machine: read the ratios), the embedded 24-layer model, N = 2, float32, greedy, held-out Python:
+
+{table(rows)}
+
+`eesd bench latency --model models/eesd-code-10m --prompts models/prompts/held_out_code.jsonl --methods plain,eesd,ngram --batch 1,4`.
+`make demo` (8 prompts, batch 1, 256 tokens each): {demo["speedup"]:.2f}x, {demo["acceptance_length"]:.2f} tokens per round, acceptance per
+draft position (of all rounds) {positions}, output identical: {"yes" if demo["identical"] else "no"}. GPU: not yet measured."""
+
+
+def main():
+    readme = ROOT / "README.md"
+    text = readme.read_text(encoding="utf-8")
+    before, rest = text.split(OPEN)
+    readme.write_text(f"{before}{OPEN}\n{figures()}\n{CLOSE}{rest.split(CLOSE)[1]}", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
