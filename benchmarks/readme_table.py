@@ -40,13 +40,18 @@ def figures():
     demo = json.loads((RESULTS / "demo.json").read_text())
     rows = json.loads((RESULTS / "latency.json").read_text())
     positions = " ".join(f"{share:.2f}" for share in demo["acceptance_per_position"])
-    return f"""On {rows[0]["hardware"]} (a shared machine: read the ratios), the embedded 24-layer model, N = 2, float32, greedy, held-out Python:
-
-{table(rows)}
-
-`eesd bench latency --model models/eesd-code-10m --prompts models/prompts/held_out_code.jsonl --methods plain,eesd,ngram --batch 1,4`.
-`make demo` (8 prompts, batch 1, 256 tokens each): {demo["speedup"]:.2f}x, {demo["acceptance_length"]:.2f} tokens per round, acceptance per
-draft position (of all rounds) {positions}, output identical: {"yes" if demo["identical"] else "no"}. GPU: not yet measured."""
+    identical = "yes" if demo["identical"] else "no"
+    return "\n".join(
+        [
+            f"On {rows[0]['hardware']} (a shared machine: read the ratios), the embedded 24-layer model, N = 2, float32,",
+            "greedy, held-out Python; made by the commands in `benchmarks/readme_table.py`. GPU: not yet measured.",
+            "",
+            table(rows),
+            "",
+            f"`make demo` (8 prompts, batch 1): {demo['speedup']:.2f}x, {demo['acceptance_length']:.2f} tokens per round,",
+            f"acceptance per draft position (of all rounds) {positions}, output identical: {identical}.",
+        ]
+    )
 
 
 def main():
