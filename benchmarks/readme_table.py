@@ -1,8 +1,8 @@
 """Write the README's figures from benchmarks/results: nothing there is typed by hand.
 
-    eesd demo --json benchmarks/results/demo.json
-    eesd bench latency --model models/eesd-code-10m --prompts models/prompts/held_out_code.jsonl \\
-        --methods plain,eesd,ngram --batch 1,4 --json benchmarks/results/latency.json
+    head -8 models/prompts/held_out_code.jsonl > build/prompts.jsonl
+    eesd bench latency --model models/eesd-code-10m --prompts build/prompts.jsonl --methods plain,eesd,ngram \\
+        --batch 1,4 --max-tokens 128 --rounds 5 --json benchmarks/results/latency.json
     python benchmarks/readme_table.py
 """
 
@@ -37,19 +37,18 @@ def table(rows):
 
 def figures():
     """Return the section's text."""
-    demo = json.loads((RESULTS / "demo.json").read_text())
     rows = json.loads((RESULTS / "latency.json").read_text())
-    positions = " ".join(f"{share:.2f}" for share in demo["acceptance_per_position"])
-    identical = "yes" if demo["identical"] else "no"
+    shares = next(row["acceptance_per_position"] for row in rows if row["method"] == "eesd")
+    positions = " ".join(f"{share:.2f}" for share in shares)
     return "\n".join(
         [
             f"On {rows[0]['hardware']} (a shared machine: read the ratios), the embedded 24-layer model, N = 2, float32,",
-            "greedy, held-out Python; made by the commands in `benchmarks/readme_table.py`. GPU: not yet measured.",
+            f"greedy, {rows[0]['num_prompts']} held-out Python prompts, {rows[0]['max_tokens']} tokens each, methods interleaved;",
+            "made by the commands in `benchmarks/readme_table.py`. GPU: not yet measured.",
             "",
             table(rows),
             "",
-            f"`make demo` (8 prompts, batch 1): {demo['speedup']:.2f}x, {demo['acceptance_length']:.2f} tokens per round,",
-            f"acceptance per draft position (of all rounds) {positions}, output identical: {identical}.",
+            f"EESD's acceptance per draft position at batch 1, of all rounds: {positions}.",
         ]
     )
 
