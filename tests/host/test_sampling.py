@@ -26,14 +26,14 @@ def test_sampling_parameters_reach_every_drafted_row():
     assert greedy.tolist() == pytest.approx([1.0, 0.7, 0.7])
 
 
-@pytest.mark.parametrize("sampling", [{"temperature": 0.7, "top_k": 4}, {"temperature": 2.0, "top_p": 0.7}], ids=str)
-def test_the_joint_distribution_of_three_tokens_is_plain_vllms(engine, random_target, sampling):
+@pytest.mark.parametrize("sampling", [{"temperature": 0.7, "top_k": 4}, {"temperature": 1.5, "top_k": 6, "top_p": 0.8}], ids=str)
+def test_the_joint_distribution_of_three_tokens_is_plain_vllms(engine, random_target, cloned_head, sampling):
     """Two-sample chi-squared over three-token continuations; seeds are fixed, so the outcome is too."""
     from vllm import SamplingParams
 
     params = SamplingParams(max_tokens=4, ignore_eos=True, detokenize=False, **sampling)
     counts = []
-    for spec in (None, SPEC | {"exit_layer": 7}):
+    for spec in (None, SPEC | {"model": cloned_head(random_target, 7, 7)}):
         with engine(random_target, spec, max_num_seqs=256) as llm:
             outputs = llm.generate([{"prompt_token_ids": PROMPT}] * SAMPLES, params, use_tqdm=False)
             counts.append(collections.Counter(tuple(o.outputs[0].token_ids[:3]) for o in outputs))
