@@ -15,8 +15,8 @@ from vllm_eesd.policy import BetaPosterior, build_policy
 #: Targets whose layers the drafter may call in place: SupportsEagle3 in vLLM, layer(positions, hidden, residual).
 SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 #: Checkpoints trained with layer dropout and early-exit loss, drafting headless.
-#: Source: LayerSkip, arXiv 2404.16710, table 4 (exit layers used for self-speculation).
-LAYERSKIP_EXIT_LAYERS = {"facebook/layerskip-llama2-7B": 8, "facebook/layerskip-llama2-13B": 15}
+#: Source: the benchmark table of Hugging Face's LayerSkip article (ariG23498/layer-skip-assets); others name exit_layer.
+LAYERSKIP_EXIT_LAYERS = {"facebook/layerskip-llama2-7B": 4}
 PROPOSER = "vllm_eesd.host.v1.EarlyExitProposer"
 
 
