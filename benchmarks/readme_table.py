@@ -38,12 +38,13 @@ def table(rows):
 def figures():
     """Return the section's text."""
     rows = json.loads((RESULTS / "latency.json").read_text())
+    run = rows[0]
     shares = next(row["acceptance_per_position"] for row in rows if row["method"] == "eesd")
     positions = " ".join(f"{share:.2f}" for share in shares)
     return "\n".join(
         [
-            f"On {rows[0]['hardware']} (a shared machine: read the ratios), the embedded 24-layer model, N = 2, float32,",
-            f"greedy, {rows[0]['num_prompts']} held-out Python prompts, {rows[0]['max_tokens']} tokens each, methods interleaved;",
+            f"On {run['hardware']} (a shared machine: read the ratios), the embedded 24-layer model, N = 2, float32,",
+            f"greedy, {run['num_prompts']} held-out Python prompts, {run['max_tokens']} tokens each, methods interleaved;",
             "made by the commands in `benchmarks/readme_table.py`. GPU: not yet measured.",
             "",
             table(rows),

@@ -26,7 +26,9 @@ def test_sampling_parameters_reach_every_drafted_row():
     assert greedy.tolist() == pytest.approx([1.0, 0.7, 0.7])
 
 
-@pytest.mark.parametrize("sampling", [{"temperature": 0.7, "top_k": 4}, {"temperature": 1.5, "top_k": 6, "top_p": 0.8}], ids=str)
+@pytest.mark.parametrize(
+    "sampling", [{"temperature": 0.7, "top_k": 4}, {"temperature": 1.5, "top_k": 6, "top_p": 0.8}], ids=str
+)
 def test_the_joint_distribution_of_three_tokens_is_plain_vllms(engine, random_target, cloned_head, sampling):
     """Two-sample chi-squared over three-token continuations; seeds are fixed, so the outcome is too."""
     from vllm import SamplingParams

@@ -15,7 +15,7 @@ from vllm_eesd.policy import BetaPosterior, build_policy
 #: Targets whose layers the drafter may call in place: SupportsEagle3 in vLLM, layer(positions, hidden, residual).
 SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 #: Checkpoints trained with layer dropout and early-exit loss, drafting headless.
-#: Source: the benchmark table of Hugging Face's LayerSkip article (ariG23498/layer-skip-assets); others name exit_layer.
+#: Source: the benchmark table of Hugging Face's LayerSkip article (data set ariG23498/layer-skip-assets).
 LAYERSKIP_EXIT_LAYERS = {"facebook/layerskip-llama2-7B": 4}
 PROPOSER = "vllm_eesd.host.v1.EarlyExitProposer"
 
