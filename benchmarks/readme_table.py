@@ -44,8 +44,8 @@ def figures():
     return "\n".join(
         [
             f"On {run['hardware']} (a shared machine: read the ratios), the embedded 24-layer model, N = 2, float32,",
-            f"greedy, {run['num_prompts']} held-out Python prompts, {run['max_tokens']} tokens each, methods interleaved;",
-            "made by the commands in `benchmarks/readme_table.py`. GPU: not yet measured.",
+            f"greedy, {run['num_prompts']} held-out Python prompts, {run['max_tokens']} tokens each, methods "
+            "interleaved;\nmade by the commands in `benchmarks/readme_table.py`. GPU: not yet measured.",
             "",
             table(rows),
             "",

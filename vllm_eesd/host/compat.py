@@ -1,10 +1,8 @@
 """The only place that names vLLM's internal types. Importing it imports vLLM."""
 
-from vllm import __version__ as VLLM_VERSION
 from vllm.compilation.backends import set_model_tag
 from vllm.compilation.decorators import support_torch_compile
-from vllm.config import CompilationMode, ModelConfig, ParallelConfig, SpeculativeConfig, VllmConfig
-from vllm.engine.arg_utils import EngineArgs
+from vllm.config import ModelConfig, ParallelConfig, SpeculativeConfig, VllmConfig
 from vllm.forward_context import (
     create_forward_context,
     get_forward_context,
@@ -16,15 +14,10 @@ from vllm.model_executor.model_loader.utils import process_weights_after_loading
 from vllm.model_executor.models.utils import AutoWeightsLoader
 from vllm.utils.torch_utils import direct_register_custom_op, set_default_torch_dtype
 from vllm.v1.attention.backend import CommonAttentionMetadata
-from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 __all__ = [
-    "VLLM_VERSION",
     "AutoWeightsLoader",
     "CommonAttentionMetadata",
-    "CompilationMode",
-    "EngineArgs",
-    "GPUModelRunner",
     "ModelConfig",
     "ParallelConfig",
     "RMSNorm",

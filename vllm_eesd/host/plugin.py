@@ -47,6 +47,8 @@ def _wrap_add_cli_args(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _wrap_num_lookahead_tokens(original: Callable[..., Any]) -> Callable[..., Any]:
     def num_lookahead_tokens(self):
+        if self.speculative_config is None:  # a plain engine loads none of EESD's code
+            return original(self)
         from vllm_eesd.host.speculative import EESDSpeculativeConfig
 
         if isinstance(self.speculative_config, EESDSpeculativeConfig):

@@ -158,8 +158,8 @@ class EarlyExitProposer:
 class DraftRows:
     """Runs draft steps for rows of the runner's batch on the target's own KV slots.
 
-    Everything that can be kept between steps is: one forward context, one metadata object and the input buffers are
-    updated in place.
+    The forward context and the input buffers are kept and updated in place; the attention metadata, which holds the
+    kernel's own schedule, is built anew for every step.
 
     Args:
         runner: vLLM's GPUModelRunner, its KV cache initialised.
