@@ -115,6 +115,9 @@ def _add_distill(commands) -> None:
     distill.add_argument(
         "--init", choices=["last", "exit"], default="last", help="start from the target's last or exit layer"
     )
+    distill.add_argument(
+        "--head-type", choices=["transformer", "deep_context"], default="transformer", help="(default transformer)"
+    )
     distill.add_argument("--seed", type=int, default=0, help="of the data order (default 0)")
     distill.add_argument("--compile", action="store_true", help="compile the training step")
     distill.add_argument("--work", metavar="DIR", help="checkpoints to resume from and write to")

@@ -14,9 +14,9 @@ from vllm_eesd.distill import losses
 from vllm_eesd.distill.data import TokenData, read_sources, spaced_windows
 from vllm_eesd.distill.generate import continue_windows, generated_windows
 from vllm_eesd.distill.metrics import evaluate
-from vllm_eesd.distill.model import Target, load_target, new_head
+from vllm_eesd.distill.model import Target, block_mask, load_target, new_head
 from vllm_eesd.distill.run import run
-from vllm_eesd.distill.train import TrainConfig, train
+from vllm_eesd.distill.train import TrainConfig, random_block_starts, train
 from vllm_eesd.exit_head.checkpoint import ExitHeadConfig, read_tensors
 
 VOCAB, LAYERS, SEQ_LEN = 64, 4, 32
@@ -101,6 +101,54 @@ def test_cloned_last_layer_is_the_target(model_dir):
         assert abs(same["kl"]) < FLOAT32_TOLERANCE and same["overlap"] == pytest.approx(1, abs=FLOAT32_TOLERANCE)
     shallow = make_target(model_dir, exit_layer=1)
     assert evaluate(shallow, new_head(shallow, "last"), windows)["agreement"] < 0.9
+
+
+def random_deep_head(target: Target):
+    head = new_head(target, "last", "deep_context")
+    torch.manual_seed(2)
+    for parameter in head.deep.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    return head
+
+
+def test_deep_context_without_a_context_is_the_transformer_head(model_dir):
+    target = make_target(model_dir)
+    ids = torch.randint(VOCAB, (3, SEQ_LEN), generator=torch.Generator().manual_seed(1))
+    exit_hidden, target_hidden, rotary = target(ids)
+    one_block = torch.zeros(SEQ_LEN, dtype=torch.int64)
+    plain = new_head(target, "last")(exit_hidden, target_hidden, rotary, one_block)
+    deep = random_deep_head(target)
+    torch.testing.assert_close(
+        deep(exit_hidden, target_hidden, rotary, one_block), plain, atol=FLOAT32_TOLERANCE, rtol=0
+    )
+    two_blocks = torch.arange(SEQ_LEN) // 16 * 16
+    assert not torch.allclose(deep(exit_hidden, target_hidden, rotary, two_blocks)[:, 16:], plain[:, 16:], atol=1e-2)
+
+
+def test_deep_context_sees_what_a_round_knows(model_dir):
+    """The target's output at the bonus token's position and later is not known while drafting."""
+    target = make_target(model_dir)
+    head = random_deep_head(target)
+    ids = torch.randint(VOCAB, (1, SEQ_LEN), generator=torch.Generator().manual_seed(1))
+    exit_hidden, target_hidden, rotary = (x.requires_grad_(True) if torch.is_tensor(x) else x for x in target(ids))
+    starts = torch.from_numpy(np.repeat([0, 5, 6, 13, 20], [5, 1, 7, 7, SEQ_LEN - 20]))
+    for position in (4, 5, 12, 25):
+        output = head(exit_hidden, target_hidden, rotary, starts)[0, position].square().sum()
+        of_exit, of_target = torch.autograd.grad(output, (exit_hidden, target_hidden), allow_unused=True)
+        read = [(g[0].abs().sum(-1) > 0).nonzero().flatten().tolist() for g in (of_exit, of_target)]
+        start = int(starts[position])
+        assert read == [list(range(start, position + 1)), list(range(start))]
+
+
+def test_block_mask_and_starts():
+    starts = random_block_starts(100, (0, 7))
+    assert starts[0] == 0 and (starts.diff() >= 0).all() and (starts <= torch.arange(100)).all()
+    assert (torch.arange(100) - starts).max() == 7
+    assert torch.equal(starts, random_block_starts(100, (0, 7)))
+    assert not torch.equal(starts, random_block_starts(100, (0, 8)))
+    deep, shallow = block_mask(torch.tensor([0, 0, 2])).int().split(3, dim=1)
+    assert deep.tolist() == [[0, 0, 0], [0, 0, 0], [1, 1, 0]]
+    assert shallow.tolist() == [[1, 0, 0], [1, 1, 0], [0, 0, 1]]
 
 
 @pytest.mark.parametrize("biased", [False, True])

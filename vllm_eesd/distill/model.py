@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from vllm_eesd.exit_head.checkpoint import ExitHeadConfig, Prior, Verifier
 from vllm_eesd.exit_head.shapes import EXTRA_TENSORS
@@ -53,14 +55,105 @@ class Target(nn.Module):
 class ExitHead(nn.Module):
     """One decoder layer of the target's own kind and its RMSNorm; state_dict has the checkpoint's tensor names."""
 
+    head_type = "transformer"
+
     def __init__(self, layer: nn.Module, norm: nn.Module) -> None:
         super().__init__()
         self.layer = copy.deepcopy(layer).requires_grad_(True)
         self.norm = copy.deepcopy(norm).requires_grad_(True)
 
-    def forward(self, exit_hidden: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-        """Return the normed hidden state the LM head reads, [num_windows, seq_len, hidden_size]."""
+    def forward(
+        self, exit_hidden: Tensor, target_hidden: Tensor, rotary: tuple[Tensor, Tensor], block_starts: Tensor
+    ) -> Tensor:
+        """Return the normed hidden state the LM head reads, [num_windows, seq_len, hidden_size].
+
+        Args:
+            exit_hidden: [num_windows, seq_len, hidden_size] entering the target's layer N.
+            target_hidden: [num_windows, seq_len, hidden_size] the target's normed output; only deep context reads it.
+            rotary: cos and sin, [1, seq_len, head_dim] each.
+            block_starts: [seq_len] int64, for each position where its draft block starts: the position of the bonus
+                token, up to which the target's own output is known; only deep context reads it.
+        """
+        del target_hidden, block_starts
         return self.norm(self.layer(exit_hidden, attention_mask=None, position_embeddings=rotary))
+
+
+class DeepContext(nn.Module):
+    """What a deep-context head has beyond a transformer head's tensors; all three read the target's normed output."""
+
+    def __init__(self, attention: nn.Module, hidden_size: int) -> None:
+        super().__init__()
+        self.k_proj = copy.deepcopy(attention.k_proj).requires_grad_(True)
+        self.v_proj = copy.deepcopy(attention.v_proj).requires_grad_(True)
+        self.inject = nn.Linear(hidden_size, hidden_size, bias=False)
+        nn.init.zeros_(self.inject.weight)
+
+
+class DeepContextHead(ExitHead):
+    """A transformer head that sees verified tokens through the target's last hidden state, at no extra draft cost.
+
+    Behind the bonus token everything is verified, so the target's output there is known: keys and values come from it,
+    by a second projection, and the output that produced the bonus token is added to the layer's input throughout the
+    block. Within the block, keys and values come from h_N, as a transformer head's do.
+    """
+
+    head_type = "deep_context"
+
+    def __init__(self, layer: nn.Module, norm: nn.Module) -> None:
+        super().__init__(layer, norm)
+        self.deep = DeepContext(self.layer.self_attn, norm.weight.numel())
+
+    def forward(
+        self, exit_hidden: Tensor, target_hidden: Tensor, rotary: tuple[Tensor, Tensor], block_starts: Tensor
+    ) -> Tensor:
+        produced_bonus = target_hidden[:, (block_starts - 1).clamp(min=0)] * (block_starts > 0)[None, :, None]
+        hidden = exit_hidden + self.deep.inject(produced_bonus)
+        hidden = hidden + self._attend(self.layer.input_layernorm(hidden), target_hidden, rotary, block_starts)
+        return self.norm(hidden + self.layer.mlp(self.layer.post_attention_layernorm(hidden)))
+
+    def _attend(
+        self, hidden: Tensor, target_hidden: Tensor, rotary: tuple[Tensor, Tensor], block_starts: Tensor
+    ) -> Tensor:
+        attention = self.layer.self_attn
+        query = _heads(attention.q_proj(hidden), attention.head_dim, getattr(attention, "q_norm", None))
+        k_norm = getattr(attention, "k_norm", None)
+        key = _heads(attention.k_proj(hidden), attention.head_dim, k_norm)
+        deep_key = _heads(self.deep.k_proj(target_hidden), attention.head_dim, k_norm)
+        query, key = apply_rotary_pos_emb(query, key, *rotary)
+        deep_key, _ = apply_rotary_pos_emb(deep_key, deep_key, *rotary)
+        values = (self.deep.v_proj(target_hidden), attention.v_proj(hidden))
+        keys = torch.cat([deep_key, key], dim=2)
+        values = torch.cat([_heads(value, attention.head_dim) for value in values], dim=2)
+        groups = attention.num_key_value_groups
+        attended = F.scaled_dot_product_attention(
+            query,
+            keys.repeat_interleave(groups, dim=1),
+            values.repeat_interleave(groups, dim=1),
+            attn_mask=block_mask(block_starts),
+            scale=attention.scaling,
+        )
+        return attention.o_proj(attended.transpose(1, 2).flatten(2))
+
+
+def block_mask(block_starts: Tensor) -> Tensor:
+    """Return which [deep, shallow] keys each query may see, [seq_len, 2 * seq_len] bool.
+
+    Args:
+        block_starts: [seq_len] int64, not decreasing.
+    """
+    positions = torch.arange(len(block_starts), device=block_starts.device)
+    deep = positions < block_starts[:, None]
+    shallow = (positions >= block_starts[:, None]) & (positions <= positions[:, None])
+    return torch.cat([deep, shallow], dim=1)
+
+
+def _heads(projected: Tensor, head_dim: int, norm: nn.Module | None = None) -> Tensor:
+    """Return [num_windows, num_heads, seq_len, head_dim]."""
+    heads = projected.unflatten(-1, (-1, head_dim))
+    return (heads if norm is None else norm(heads)).transpose(1, 2)
+
+
+HEAD_CLASSES = {head.head_type: head for head in (ExitHead, DeepContextHead)}
 
 
 def load_target(name_or_path: str, exit_layer: int | None, device: str) -> Target:
@@ -87,14 +180,14 @@ def load_target(name_or_path: str, exit_layer: int | None, device: str) -> Targe
     return Target(model.to(device), exit_layer)
 
 
-def new_head(target: Target, init: str) -> ExitHead:
+def new_head(target: Target, init: str, head_type: str = ExitHead.head_type) -> ExitHead:
     """Return a head initialised from the target's `last` layer or its `exit` layer, and its final norm."""
     decoder = target.model.model
     layer = decoder.layers[-1] if init == "last" else decoder.layers[target.exit_layer]
-    return ExitHead(layer, decoder.norm)
+    return HEAD_CLASSES[head_type](layer, decoder.norm)
 
 
-def head_config(target: Target, name_or_path: str, prior: Prior) -> ExitHeadConfig:
+def head_config(target: Target, name_or_path: str, head_type: str, prior: Prior) -> ExitHeadConfig:
     """Return what the head's config.json says; a local target is named by its directory only."""
     config = target.config
     layer = {field: getattr(config, field) for field in LAYER_CONFIG_FIELDS if getattr(config, field, None) is not None}
@@ -107,7 +200,7 @@ def head_config(target: Target, name_or_path: str, prior: Prior) -> ExitHeadConf
     )
     return ExitHeadConfig(
         exit_layer=target.exit_layer,
-        head_type="transformer",
+        head_type=head_type,
         verifier=verifier,
         transformer_layer_config=layer,
         prior=prior,

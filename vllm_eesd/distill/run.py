@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
         work = Path(args.work or temporary)
         work.mkdir(parents=True, exist_ok=True)
         data = TokenData(train_text, _own_text(args, target, train_text, work, config))
-        head = new_head(target, config.init)
+        head = new_head(target, config.init, config.head_type)
         held_out = _held_out(args, target, held_out_text, config.seq_len)
         before = _measure(target, head, held_out)
         print(_describe("before", before), flush=True)
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     print(_describe("after", after), flush=True)
     prior = _prior(after.get("greedy", after["text"])["agreement"])
     tensors = {name: tensor.to(dtype) for name, tensor in head.state_dict().items()}
-    write_head(args.output, head_config(target, args.model, prior), tensors)
+    write_head(args.output, head_config(target, args.model, config.head_type, prior), tensors)
     if args.json:
         outcome = {"head": str(args.output), "exit_layer": target.exit_layer, "before": before, "after": after}
         Path(args.json).parent.mkdir(parents=True, exist_ok=True)

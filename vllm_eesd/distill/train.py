@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
@@ -16,6 +17,7 @@ from tqdm import tqdm
 
 from vllm_eesd.distill.data import TokenData
 from vllm_eesd.distill.losses import forward_kl
+from vllm_eesd.distill.metrics import LONGEST_DRAFT
 from vllm_eesd.distill.model import ExitHead, Target
 
 # A warm start needs only a short warm-up: it keeps the first, badly scaled steps small.
@@ -36,6 +38,7 @@ class TrainConfig(BaseModel):
         seq_len: tokens a window.
         lr: the highest learning rate, of Muon for matrices and AdamW for norms; None goes by the target's width.
         init: which target layer the head's starts from.
+        head_type: of the head, see `vllm_eesd.distill.model`.
         seed: of the order of the data and of generated text.
         compile: torch.compile the step; slow to start, about a fifth faster on a CPU.
     """
@@ -48,6 +51,7 @@ class TrainConfig(BaseModel):
     seq_len: int = Field(512, ge=2)
     lr: float | None = Field(None, gt=0)
     init: Literal["last", "exit"] = "last"
+    head_type: Literal["transformer", "deep_context"] = "transformer"
     seed: int = Field(0, ge=0)
     compile: bool = False
 
@@ -84,7 +88,9 @@ def train(
             scale = learning_rate_scale(run["step"], run["elapsed_s"], config)
             for optimizer in optimizers:
                 optimizer.param_groups[0]["lr"] = lr * scale
-            loss = step_loss(data.batch_at(run["step"], config.batch, config.seq_len, config.seed).to(device))
+            ids = data.batch_at(run["step"], config.batch, config.seq_len, config.seed)
+            block_starts = random_block_starts(config.seq_len, (config.seed, run["step"], 1))
+            loss = step_loss(ids.to(device), block_starts.to(device))
             loss.backward()
             torch.nn.utils.clip_grad_norm_(head.parameters(), 1.0)
             whole_step = False
@@ -127,17 +133,23 @@ def learning_rate_scale(step: int, elapsed_s: float, config: TrainConfig) -> flo
     return warmup * (FINAL_LR_SHARE + (1 - FINAL_LR_SHARE) * cosine)
 
 
+def random_block_starts(seq_len: int, seed: tuple[int, ...]) -> Tensor:
+    """Return for each position the start of its draft block, [seq_len] int64; blocks are 1 to LONGEST_DRAFT long."""
+    lengths = np.random.default_rng(seed).integers(1, LONGEST_DRAFT + 1, size=seq_len)
+    return torch.from_numpy(np.repeat(lengths.cumsum() - lengths, lengths)[:seq_len])
+
+
 def uses_bfloat16(device: str) -> bool:
     """Return whether autocast to bfloat16 is faster there: on GPUs, and on CPUs that multiply it in hardware."""
     return device == "cuda" or torch.cpu._is_avx512_bf16_supported()
 
 
-def _step_loss(target: Target, head: ExitHead, device: str) -> Callable[[Tensor], Tensor]:
-    def step_loss(ids: Tensor) -> Tensor:
+def _step_loss(target: Target, head: ExitHead, device: str) -> Callable[[Tensor, Tensor], Tensor]:
+    def step_loss(ids: Tensor, block_starts: Tensor) -> Tensor:
         with torch.autocast(device, dtype=torch.bfloat16, enabled=uses_bfloat16(device)):
             with torch.no_grad():
                 exit_hidden, target_hidden, rotary = target(ids)
-            draft_hidden = head(exit_hidden, rotary)
+            draft_hidden = head(exit_hidden, target_hidden, rotary, block_starts)
             lm_head = target.lm_head
             return forward_kl(draft_hidden.flatten(0, 1), target_hidden.flatten(0, 1), lm_head.weight, lm_head.bias)
 

@@ -77,7 +77,8 @@ class ExitHeadConfig(BaseModel):
     Attributes:
         exit_layer: N; the head reads the hidden state entering target layer N. 0 < N < number of layers;
             headless heads may also use N = number of layers (the whole target, for self-tests).
-        head_type: `headless` (the target's final norm) or `transformer` (one decoder layer and an RMSNorm).
+        head_type: `headless` (the target's final norm), `transformer` (one decoder layer and an RMSNorm) or
+            `deep_context` (the same, seeing verified tokens through the target's last hidden state).
         verifier: the target.
         transformer_layer_config: the target's text config, as its own config.json states it.
         draft_vocab_size: must be None; reserved for a smaller draft vocabulary.
@@ -87,7 +88,7 @@ class ExitHeadConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     exit_layer: int
-    head_type: Literal["headless", "transformer"]
+    head_type: Literal["headless", "transformer", "deep_context"]
     verifier: Verifier
     transformer_layer_config: dict[str, Any] = {}
     draft_vocab_size: int | None = None
@@ -109,7 +110,7 @@ class ExitHeadConfig(BaseModel):
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         _check_exit_layer(self.exit_layer, self.head_type, self.verifier.num_hidden_layers)
-        if self.head_type == "transformer":
+        if self.head_type != "headless":
             expected_shapes(self)  # refuses a layer config that lacks or contradicts a size
         return self
 
@@ -166,7 +167,7 @@ class ExitHeadConfig(BaseModel):
                 f"the target {architectures[0]!r}; {advice}"
             )
         pairs = [(field, getattr(self.verifier, field)) for field in ("hidden_size", "num_hidden_layers", "vocab_size")]
-        if self.head_type == "transformer":
+        if self.head_type != "headless":
             pairs += [(field, self.transformer_layer_config.get(field)) for field in LAYER_FIELDS]
         for field, ours in pairs:
             theirs = getattr(hf_text_config, field, None)

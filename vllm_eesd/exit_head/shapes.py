@@ -54,7 +54,12 @@ def expected_shapes(config: ExitHeadConfig) -> dict[str, tuple[int, ...]]:
     extra += [n.replace(".weight", ".bias") for n in shapes if n.endswith("_proj.weight") and n.split(".")[0] in biased]
     for name in extra:
         shapes[name] = shapes[name.replace(".bias", ".weight")][:1] if name.endswith(".bias") else (head_dim,)
-    return {f"layer.{name}": shape for name, shape in shapes.items()} | {"norm.weight": (hidden,)}
+    named = {f"layer.{name}": shape for name, shape in shapes.items()} | {"norm.weight": (hidden,)}
+    if config.head_type == "deep_context":
+        second = ("k_proj.weight", "k_proj.bias", "v_proj.weight", "v_proj.bias")
+        named |= {f"deep.{n}": shapes[f"self_attn.{n}"] for n in second if f"self_attn.{n}" in shapes}
+        named["deep.inject.weight"] = (hidden, hidden)
+    return named
 
 
 def _size(layer: dict[str, Any], field: str, default: int | None = None) -> int:

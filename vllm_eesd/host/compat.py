@@ -10,6 +10,7 @@ from vllm.forward_context import (
 )
 from vllm.logger import init_logger
 from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.layers.linear import MergedColumnParallelLinear, ReplicatedLinear
 from vllm.model_executor.model_loader.utils import process_weights_after_loading
 from vllm.model_executor.models.utils import AutoWeightsLoader
 from vllm.utils.torch_utils import direct_register_custom_op, set_default_torch_dtype
@@ -18,9 +19,11 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 __all__ = [
     "AutoWeightsLoader",
     "CommonAttentionMetadata",
+    "MergedColumnParallelLinear",
     "ModelConfig",
     "ParallelConfig",
     "RMSNorm",
+    "ReplicatedLinear",
     "SpeculativeConfig",
     "VllmConfig",
     "create_forward_context",

@@ -12,6 +12,8 @@ from torch import nn
 from vllm_eesd.exit_head.checkpoint import ExitHeadConfig, read_tensors
 from vllm_eesd.host.compat import (
     AutoWeightsLoader,
+    MergedColumnParallelLinear,
+    ReplicatedLinear,
     RMSNorm,
     VllmConfig,
     direct_register_custom_op,
@@ -83,9 +85,33 @@ class ExitHead(nn.Module):
         with set_default_torch_dtype(model_config.dtype), device:
             head = cls(vllm_config, target, config)
         mapper = getattr(type(target.model), "hf_to_vllm_mapper", None) or type(target).hf_to_vllm_mapper
-        AutoWeightsLoader(head).load_weights(read_tensors(directory).items(), mapper=mapper)
+        head.load_tensors(read_tensors(directory), mapper)
         process_weights_after_loading(head, model_config, device)
         return head.eval()
+
+    def load_tensors(self, tensors: dict[str, torch.Tensor], mapper: Any) -> None:
+        """Copy the checkpoint's tensors in; `mapper` is the target's, from its names to vLLM's."""
+        AutoWeightsLoader(self).load_weights(tensors.items(), mapper=mapper)
+
+    def hook_kv_fill(self, target: nn.Module, exit_layer: int) -> None:
+        """Make every forward of the target fill the exit layer's KV just before layer `exit_layer` runs.
+
+        Prompt chunks, verified drafts, prefix reuse and preemption need no code of their own this way, and the fill is
+        part of the target's compiled graph.
+        """
+
+        def fill(_layer: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+            self.fill_kv(*args)
+
+        target.model.layers[exit_layer].register_forward_pre_hook(fill)
+
+    def round_context(self, target_hidden_states: torch.Tensor) -> torch.Tensor | None:
+        """Return what is added to the exit layer's input throughout a round; a transformer head adds nothing.
+
+        Args:
+            target_hidden_states: [num_reqs, hidden_size], the target's normed output that produced the bonus token.
+        """
+        return None
 
     def forward(self, positions: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
         """Return the normed hidden states for the LM head, [num_tokens, hidden_size]."""
@@ -103,10 +129,60 @@ class ExitHead(nn.Module):
         # The sum is a new tensor: RMSNorm(x, residual) would write into the target's residual stream.
         qkv, _ = attention.qkv_proj(self.layer.input_layernorm(hidden_states + residual))
         query, key, value = qkv.split([attention.q_size, attention.kv_size, attention.kv_size], dim=-1)
+        self._write_kv(positions, hidden_states, query, key, value)
+
+    def _write_kv(
+        self, positions: torch.Tensor, read_later: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: Any
+    ) -> None:
+        """Norm and rotate the keys as the layer's attention does, and write; the rotary embedding wants a query too."""
+        attention = self.layer.self_attn
         if hasattr(attention, "k_norm"):  # Qwen3
             key = attention.k_norm(key.view(-1, attention.num_kv_heads, attention.head_dim)).view(key.shape)
         _, key = attention.rotary_emb(positions, query, key)
-        torch.ops.eesd.kv_fill(hidden_states, key, value, self.attention_name)
+        torch.ops.eesd.kv_fill(read_later, key, value, self.attention_name)
+
+
+class DeepContextHead(ExitHead):
+    """An exit head whose KV of verified tokens comes from the target's last hidden state, by a second projection.
+
+    Drafting writes KV from h_N; verification then overwrites it. The normed output that produced the bonus token is
+    also added, projected, to the layer's input in every step of the round.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, target: nn.Module, config: ExitHeadConfig) -> None:
+        super().__init__(vllm_config, target, config)
+        attention, hidden_size = self.layer.self_attn, vllm_config.model_config.hf_text_config.hidden_size
+        kv_size = attention.total_num_kv_heads * attention.head_dim
+        bias = attention.qkv_proj.bias is not None
+        self.kv_proj = MergedColumnParallelLinear(hidden_size, [kv_size, kv_size], bias=bias, prefix="eesd_exit.kv_proj")
+        self.inject = ReplicatedLinear(hidden_size, hidden_size, bias=False, prefix="eesd_exit.inject")
+
+    def load_tensors(self, tensors: dict[str, torch.Tensor], mapper: Any) -> None:
+        super().load_tensors({name: t for name, t in tensors.items() if not name.startswith("deep.")}, mapper)
+        for name, tensor in tensors.items():
+            _, projection, parameter = name.split(".") if name.startswith("deep.") else (None, None, None)
+            if projection == "inject":
+                self.inject.weight_loader(self.inject.weight, tensor)
+            elif projection is not None:
+                destination = getattr(self.kv_proj, parameter)
+                self.kv_proj.weight_loader(destination, tensor, ("k_proj", "v_proj").index(projection))
+
+    def hook_kv_fill(self, target: nn.Module, exit_layer: int) -> None:
+        """Make every forward of the target fill the exit layer's KV just after its last layer ran."""
+
+        def fill(_layer: nn.Module, args: tuple[torch.Tensor, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+            hidden_states, residual = output
+            # A new tensor again, and the final norm a second time: its result is out of reach of a hook.
+            key, value = self.kv_proj(target.model.norm(hidden_states + residual))[0].chunk(2, dim=-1)
+            self._write_kv(args[0], hidden_states, torch.zeros_like(key), key.contiguous(), value.contiguous())
+
+        target.model.layers[-1].register_forward_hook(fill)
+
+    def round_context(self, target_hidden_states: torch.Tensor) -> torch.Tensor:
+        return self.inject(target_hidden_states)[0]
+
+
+HEAD_CLASSES = {"transformer": ExitHead, "deep_context": DeepContextHead}
 
 
 def _build_like(layer_class: type[nn.Module], vllm_config: VllmConfig, prefix: str) -> nn.Module:
@@ -124,20 +200,7 @@ def _build_like(layer_class: type[nn.Module], vllm_config: VllmConfig, prefix: s
     return layer_class(**{name: value for name, value in available.items() if name in wanted})
 
 
-def hook_kv_fill(target: nn.Module, exit_layer: int, head: ExitHead) -> None:
-    """Make every forward of the target fill the exit layer's KV just before layer `exit_layer` runs.
-
-    Prompt chunks, verified drafts, prefix reuse and preemption need no code of their own this way, and the fill is
-    part of the target's compiled graph.
-    """
-
-    def fill(_layer: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
-        head.fill_kv(*args)
-
-    target.model.layers[exit_layer].register_forward_pre_hook(fill)
-
-
-@support_torch_compile(dynamic_arg_dims={"input_ids": 0, "positions": 0})
+@support_torch_compile(dynamic_arg_dims={"input_ids": 0, "positions": 0, "context": 0})
 class DraftStep(nn.Module):
     """Target layers [0, N), exit head, LM head, argmax: one draft token per row, compiled as vLLM compiles the target.
 
@@ -153,12 +216,15 @@ class DraftStep(nn.Module):
         self._layers = tuple(target.model.layers[:exit_layer])
         self._head = (head,)
 
-    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, context: torch.Tensor | None
+    ) -> torch.Tensor:
         """Return the drafted tokens, [num_rows] int64.
 
         Args:
             input_ids: [num_rows] int64.
             positions: [num_rows] int64.
+            context: [num_rows, hidden_size], see `ExitHead.round_context`.
         """
         target, head = self._target[0], self._head[0]
         hidden_states, residual = target.model.embed_input_ids(input_ids), None
@@ -167,5 +233,6 @@ class DraftStep(nn.Module):
         if head is None:
             hidden_states, _ = target.model.norm(hidden_states, residual)
         else:
-            hidden_states = head(positions, hidden_states + residual)
+            hidden_states = hidden_states + residual
+            hidden_states = head(positions, hidden_states if context is None else hidden_states + context)
         return target.compute_logits(hidden_states).argmax(dim=-1)

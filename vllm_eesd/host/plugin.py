@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -59,12 +60,17 @@ def _wrap_num_lookahead_tokens(original: Callable[..., Any]) -> Callable[..., An
 
 
 def _wrap_propose_draft_token_ids(original: Callable[..., Any]) -> Callable[..., Any]:
-    def propose_draft_token_ids(self, scheduler_output, sampled_token_ids, *args, **kwargs):
+    signature = inspect.signature(original)
+
+    def propose_draft_token_ids(self, *args, **kwargs):
         from vllm_eesd.host.v1 import EarlyExitProposer
 
-        if isinstance(self.drafter, EarlyExitProposer):
-            return self.drafter.propose_round(self, scheduler_output, sampled_token_ids)
-        return original(self, scheduler_output, sampled_token_ids, *args, **kwargs)
+        if not isinstance(self.drafter, EarlyExitProposer):
+            return original(self, *args, **kwargs)
+        given = signature.bind(self, *args, **kwargs).arguments
+        return self.drafter.propose_round(
+            self, given["scheduler_output"], given["sampled_token_ids"], given["sample_hidden_states"]
+        )
 
     return propose_draft_token_ids
 

@@ -17,7 +17,7 @@ from vllm_eesd.host.compat import (
     override_forward_context,
     set_model_tag,
 )
-from vllm_eesd.host.exit_layer import DraftStep, ExitHead, hook_kv_fill
+from vllm_eesd.host.exit_layer import HEAD_CLASSES, DraftStep, ExitHead
 from vllm_eesd.host.speculative import EESDSpeculativeConfig
 from vllm_eesd.policy import BetaPosterior, build_policy
 from vllm_eesd.stats import DraftStats
@@ -55,15 +55,16 @@ class EarlyExitProposer:
         Called by the runner right after the target is loaded, inside `set_current_vllm_config`.
         """
         config = self.config.exit_head
-        head = None
+        head: ExitHead | None = None
         if self.config.head_directory is not None:
-            head = ExitHead.load(self.vllm_config, target, config, self.config.head_directory)
-            hook_kv_fill(target, config.exit_layer, head)
+            head = HEAD_CLASSES[config.head_type].load(self.vllm_config, target, config, self.config.head_directory)
+            head.hook_kv_fill(target, config.exit_layer)
         with set_model_tag("eesd_draft"):
             self._step = DraftStep(vllm_config=self.vllm_config, target=target, exit_layer=config.exit_layer, head=head)
         self._layer_names = [layer.self_attn.attn.layer_name for layer in target.model.layers[: config.exit_layer]]
         if head is not None:
             self._layer_names.append(head.attention_name)
+        self._head = head
         self._warm_up()
         logger.info("EESD drafts with layers 0..%d and a %s exit head", config.exit_layer - 1, config.head_type)
 
@@ -72,9 +73,14 @@ class EarlyExitProposer:
         if self._step.do_not_compile:
             return
         rows = torch.zeros(2, dtype=torch.int64)
+        model_config = self.vllm_config.model_config
+        hidden_states = torch.zeros(2, model_config.get_hidden_size(), dtype=model_config.dtype)
         context = create_forward_context(None, self.vllm_config)
         with torch.inference_mode(), override_forward_context(context):
-            self._step(rows, rows.clone())
+            self._step(rows, rows.clone(), self._round_context(hidden_states))
+
+    def _round_context(self, target_hidden_states: torch.Tensor) -> torch.Tensor | None:
+        return None if self._head is None else self._head.round_context(target_hidden_states)
 
     def propose(self, *args: Any, **kwargs: Any) -> list[list[int]]:
         """Refuse: without its seam the runner gives a proposer too little to draft with."""
@@ -82,13 +88,21 @@ class EarlyExitProposer:
             "eesd: the seam at GPUModelRunner.propose_draft_token_ids is not installed; run `eesd doctor`"
         )
 
-    def propose_round(self, runner: Any, scheduler_output: Any, sampled_token_ids: list[list[int]]) -> list[list[int]]:
+    def propose_round(
+        self,
+        runner: Any,
+        scheduler_output: Any,
+        sampled_token_ids: list[list[int]],
+        sample_hidden_states: torch.Tensor,
+    ) -> list[list[int]]:
         """Return each batch row's draft, after learning from what became of the last one.
 
         Args:
             runner: vLLM's GPUModelRunner (CPUModelRunner on a CPU), bookkeeping done.
             scheduler_output: of the step just run.
             sampled_token_ids: per row the tokens emitted; empty for a prompt chunk.
+            sample_hidden_states: [sum of (drafts + 1), hidden_size], the target's normed output at every position it
+                judged or sampled, in row order.
         Returns:
             num_reqs lists of token ids.
         """
@@ -103,8 +117,20 @@ class EarlyExitProposer:
             self._rows = DraftRows(runner, self._step, self._layer_names)
         # Whatever the scheduler reserved: a draft may never write into a block that is not its request's.
         limits = np.minimum(limits, self._rows.allocated_tokens(len(slots)) - num_tokens + 1).clip(min=0)
-        with self._rows.round(num_tokens - 1):
+        produced_bonus = self._produced_bonus(batch.req_ids, scheduler_output, sampled_token_ids)
+        with self._rows.round(num_tokens - 1, self._round_context(sample_hidden_states[produced_bonus])):
             return draft_round(self._rows, self.policy, slots, bonus_token_ids, limits)
+
+    @staticmethod
+    def _produced_bonus(request_ids: list[str], scheduler_output: Any, emitted: list[list[int]]) -> torch.Tensor:
+        """Return which row of `sample_hidden_states` each batch row's bonus token came from, [num_reqs] int64.
+
+        A row has one for every scheduled draft, placeholders included, and one more.
+        """
+        scheduled = scheduler_output.scheduled_spec_decode_tokens
+        num_judged = np.array([len(scheduled.get(request_id, ())) + 1 for request_id in request_ids])
+        num_emitted = np.array([len(tokens) for tokens in emitted])
+        return torch.from_numpy(num_judged.cumsum() - num_judged + (num_emitted - 1).clip(min=0))
 
     def _assign_slots(self, runner: Any, request_ids: list[str]) -> np.ndarray:
         slots, new = self._slots.assign(request_ids)
@@ -185,13 +211,14 @@ class DraftRows:
         """Return how many tokens the KV blocks of each row can hold, [num_rows] int64."""
         return self._block_table.num_blocks_per_row[:num_rows].astype(np.int64) * self._block_table.block_size
 
-    def round(self, bonus_positions: np.ndarray) -> Any:
+    def round(self, bonus_positions: np.ndarray, context: torch.Tensor | None) -> Any:
         """Prepare a round and return the context manager its steps run in.
 
         Args:
             bonus_positions: [num_rows] int64, where each row's bonus token stands.
+            context: [num_rows, hidden_size], see `ExitHead.round_context`.
         """
-        self._bonus_positions = bonus_positions
+        self._bonus_positions, self._round_context = bonus_positions, context
         return override_forward_context(self._context)
 
     def step(self, rows: np.ndarray, offset: int, token_ids: np.ndarray) -> tuple[np.ndarray, None]:
@@ -222,7 +249,8 @@ class DraftRows:
         metadata = self._builder.build(0, common)
         self._context.attn_metadata = dict.fromkeys(self._layer_names, metadata)
         self._context.slot_mapping = dict.fromkeys(self._layer_names, slot_mapping)
-        drafted = self._step(self._input_ids[:num_rows], self._positions[:num_rows])
+        context = None if self._round_context is None else self._round_context[torch.from_numpy(rows)]
+        drafted = self._step(self._input_ids[:num_rows], self._positions[:num_rows], context)
         return drafted.numpy(), None
 
 

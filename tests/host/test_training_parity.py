@@ -1,0 +1,113 @@
+"""What the engine drafts is what distillation trained: every draft is computed again with the training modules."""
+
+from collections import defaultdict
+
+import numpy as np
+import pytest
+import torch
+
+K = 4
+# A draft may differ where the training module's two best logits are closer than two float32 implementations come.
+NEAR_TIE = 1e-3
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    generator = np.random.default_rng(1)
+    return [generator.integers(0, 512, n).tolist() for n in (5, 17, 33, 64, 100, 3)]
+
+
+@pytest.fixture(scope="module")
+def make_head(random_target, tmp_path_factory):
+    """Return make(head_type): (head directory, the same target and head as training modules)."""
+    from vllm_eesd.distill.model import head_config, load_target, new_head
+    from vllm_eesd.exit_head.checkpoint import Prior, write_head
+
+    def make(head_type):
+        target = load_target(random_target, 6, "cpu")
+        head = new_head(target, "last", head_type).eval()
+        torch.manual_seed(3)
+        for parameter in head.deep.parameters() if head_type == "deep_context" else ():
+            torch.nn.init.normal_(parameter, std=0.12)
+        directory = tmp_path_factory.mktemp("heads") / head_type
+        write_head(directory, head_config(target, random_target, head_type, Prior()), head.state_dict())
+        return str(directory), target, head
+
+    return make
+
+
+@torch.no_grad()
+def drafted_logits(target, head, tokens, bonus_position, draft):
+    """Return the logits of the round that drafts `draft` after tokens[: bonus_position + 1], [len(draft), vocab]."""
+    ids = torch.tensor([*tokens[: bonus_position + 1], *draft[:-1]])[None]
+    exit_hidden, target_hidden, rotary = target(ids)
+    positions = torch.arange(ids.shape[1])
+    hidden = head(exit_hidden, target_hidden, rotary, positions.clamp(max=bonus_position))
+    return target.lm_head(hidden)[0, bonus_position:]
+
+
+def count_mismatches(target, head, prompts, outputs, rounds):
+    """Return (drafted tokens compared, mismatches that are no near-ties)."""
+    of_request = defaultdict(list)
+    for round_ in rounds:
+        of_request[round_["request_id"]].append(round_)
+    sequences = {output[1:]: prompt + list(output) for prompt, output in zip(prompts, outputs, strict=True)}
+    compared = mismatches = 0
+    for request_rounds in of_request.values():
+        emitted = tuple(token for round_ in request_rounds for token in round_["emitted"])
+        tokens = sequences[emitted]
+        position = len(tokens) - len(emitted) - 1
+        for round_ in request_rounds:
+            draft = round_["draft"]
+            if draft:
+                logits = drafted_logits(target, head, tokens, position, draft)
+                best, chosen = logits.max(-1).values, logits[range(len(draft)), draft]
+                compared += len(draft)
+                mismatches += int((best - chosen > NEAR_TIE).sum())
+            position += len(round_["emitted"])
+    return compared, mismatches
+
+
+def run(engine, greedy, random_target, prompts, directory, **options):
+    spec = {"method": "eesd", "num_speculative_tokens": K, "policy": "fixed", "model": directory}
+    with engine(random_target, spec, **options) as llm:
+        llm.collective_rpc("eesd_take_rounds")
+        outputs = greedy(llm, prompts)
+        (rounds,) = llm.collective_rpc("eesd_take_rounds")
+    return outputs, rounds
+
+
+@pytest.mark.parametrize("options", [{"enforce_eager": False}, {"max_num_batched_tokens": 32}], ids=["compiled", "chunked"])
+@pytest.mark.parametrize("head_type", ["transformer", "deep_context"])
+def test_the_engine_drafts_what_training_computes(
+    engine, greedy, random_target, make_head, prompts, head_type, options
+):
+    directory, target, head = make_head(head_type)
+    outputs, rounds = run(engine, greedy, random_target, prompts, directory, **options)
+    assert sum(round_["num_accepted"] for round_ in rounds) > 20  # verified drafts are in the cache, not prompts alone
+    compared, mismatches = count_mismatches(target, head, prompts, outputs, rounds)
+    assert compared > 500
+    assert mismatches == 0
+
+
+def test_parity_notices_a_fill_from_the_wrong_layer(engine, greedy, random_target, make_head, prompts, monkeypatch):
+    """A deep-context head filled from h_N, as a transformer head is, drafts something else."""
+    from vllm_eesd.host.exit_layer import DeepContextHead, ExitHead
+
+    directory, target, head = make_head("deep_context")
+    monkeypatch.setattr(DeepContextHead, "hook_kv_fill", ExitHead.hook_kv_fill)
+    compared, mismatches = count_mismatches(
+        target, head, prompts, *run(engine, greedy, random_target, prompts, directory)
+    )
+    assert mismatches > 0.1 * compared
+
+
+def test_parity_notices_a_missing_injection(engine, greedy, random_target, make_head, prompts, monkeypatch):
+    from vllm_eesd.host.exit_layer import DeepContextHead, ExitHead
+
+    directory, target, head = make_head("deep_context")
+    monkeypatch.setattr(DeepContextHead, "round_context", ExitHead.round_context)
+    compared, mismatches = count_mismatches(
+        target, head, prompts, *run(engine, greedy, random_target, prompts, directory)
+    )
+    assert mismatches > 0.1 * compared
