@@ -154,7 +154,9 @@ class DeepContextHead(ExitHead):
         attention, hidden_size = self.layer.self_attn, vllm_config.model_config.hf_text_config.hidden_size
         kv_size = attention.total_num_kv_heads * attention.head_dim
         bias = attention.qkv_proj.bias is not None
-        self.kv_proj = MergedColumnParallelLinear(hidden_size, [kv_size, kv_size], bias=bias, prefix="eesd_exit.kv_proj")
+        self.kv_proj = MergedColumnParallelLinear(
+            hidden_size, [kv_size, kv_size], bias=bias, prefix="eesd_exit.kv_proj"
+        )
         self.inject = ReplicatedLinear(hidden_size, hidden_size, bias=False, prefix="eesd_exit.inject")
 
     def load_tensors(self, tensors: dict[str, torch.Tensor], mapper: Any) -> None:
