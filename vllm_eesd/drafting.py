@@ -36,7 +36,7 @@ def draft_round(
 
     Args:
         model: drafts one token at a time.
-        policy: answers "draft one more?" for each row after each token.
+        policy: answers "draft one more?" for each row after each token, of which the draft already consists.
         slots: [num_rows] int64, the policy's slot of each row.
         bonus_token_ids: [num_rows] int64, the token the target just emitted.
         limits: [num_rows] int64, the longest draft each row may have; 0 drafts nothing.
@@ -46,12 +46,12 @@ def draft_round(
     """
     drafts: list[list[int]] = [[] for _ in slots]
     token_ids, confidence, num_drafted = bonus_token_ids, None, 0
+    if not limits.any():
+        return drafts
+    policy.begin_round(slots, limits)
     rows = np.arange(len(slots))
     while True:
-        going_on = limits[rows] > num_drafted
-        going_on[going_on] = policy.draft_more(
-            slots[rows[going_on]], num_drafted, None if confidence is None else confidence[going_on]
-        )
+        going_on = policy.draft_more(slots[rows], num_drafted, confidence) & (limits[rows] > num_drafted)
         rows, token_ids = rows[going_on], token_ids[going_on]
         if not len(rows):
             return drafts

@@ -3,7 +3,7 @@
 import numpy as np
 
 from vllm_eesd.drafting import RequestSlots, draft_round
-from vllm_eesd.policy import BetaPosterior, build_policy
+from vllm_eesd.policy import BetaPosterior, DraftLengthPolicy, build_policy
 
 
 class Counting:
@@ -17,16 +17,17 @@ class Counting:
         return token_ids + 1, (0.1 * token_ids).astype(np.float32)
 
 
-class Scripted:
+class Scripted(DraftLengthPolicy):
     """A policy that lets slot s draft `lengths[s]` tokens."""
 
     needs_confidence = True
 
     def __init__(self, lengths):
-        self.lengths, self.confidences = np.array(lengths), []
+        super().__init__(BetaPosterior(len(lengths)), seed=0)
+        self.lengths, self.seen = np.array(lengths), []
 
     def draft_more(self, slots, num_drafted, confidence):
-        self.confidences.append(None if confidence is None else confidence.tolist())
+        self.seen.append(None if confidence is None else confidence.tolist())
         return self.lengths[slots] > num_drafted
 
 
@@ -54,8 +55,15 @@ def test_the_policy_sees_the_slots_not_the_rows():
 
 def test_a_row_that_stopped_has_no_say_in_the_confidences():
     _, _, policy = run(lengths=[2, 1], limits=[8, 8])
-    np.testing.assert_allclose(policy.confidences[1], [0.0, 10.0], rtol=1e-6)
-    np.testing.assert_allclose(policy.confidences[2], [0.1], rtol=1e-6)
+    np.testing.assert_allclose(policy.seen[1], [0.0, 10.0], rtol=1e-6)
+    np.testing.assert_allclose(policy.seen[2], [0.1], rtol=1e-6)
+
+
+def test_the_policy_is_told_of_every_drafted_token():
+    """Also of the last one a row may draft: calibration counts it."""
+    _, model, policy = run(lengths=[9, 9], limits=[2, 3])
+    assert [len(seen or ()) for seen in policy.seen] == [0, 2, 2, 1]
+    assert len(model.calls) == 3
 
 
 def test_nothing_to_draft_runs_nothing():

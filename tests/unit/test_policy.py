@@ -12,16 +12,14 @@ def test_the_posterior_counts_only_what_was_observed():
     """k drafts with a accepted: a successes, one failure if a < k, and nothing for the tokens behind it."""
     posterior = BetaPosterior(4, prior_alpha=2, prior_beta=3)
     posterior.observe(SLOTS, num_verified=np.array([5, 5, 5, 0]), num_accepted=np.array([5, 2, 0, 0]))
-    assert posterior.alpha.tolist() == [7, 4, 2, 2]
-    assert posterior.beta.tolist() == [3, 4, 4, 3]
+    assert posterior.parameters(SLOTS).tolist() == [[7, 4, 2, 2], [3, 4, 4, 3]]
 
 
 def test_a_new_request_starts_from_the_prior():
     posterior = BetaPosterior(4, 2, 3)
     posterior.observe(SLOTS, np.full(4, 5), np.full(4, 1))
     posterior.reset(np.array([1]))
-    assert (posterior.alpha[1], posterior.beta[1]) == (2, 3)
-    assert (posterior.alpha[0], posterior.beta[0]) == (3, 4)
+    assert posterior.parameters(SLOTS[:2]).tolist() == [[3, 2], [4, 3]]
 
 
 @pytest.mark.parametrize("prior", [(0, 1), (1, -1), (float("nan"), 1)])
@@ -32,7 +30,7 @@ def test_an_improper_prior_is_refused(prior):
 
 def test_fixed_never_stops():
     policy = build_policy("fixed", BetaPosterior(4), 0, {})
-    assert all(policy.draft_more(SLOTS, n, None).all() for n in range(40))
+    assert all(policy.draft_more(SLOTS, n, None).all() for n in range(32))
 
 
 def test_beta_ts_always_drafts_the_first_token():
@@ -60,7 +58,7 @@ def test_the_same_seed_decides_the_same():
 
 
 def test_policies_and_their_arguments_are_checked():
-    with pytest.raises(ValueError, match="policy='goodput' is not valid: choose one of beta_ts, fixed"):
-        build_policy("goodput", BetaPosterior(1), 0, {})
+    with pytest.raises(ValueError, match="policy='greedy' is not valid: choose one of beta_ts, fixed, goodput"):
+        build_policy("greedy", BetaPosterior(1), 0, {})
     with pytest.raises(ValueError, match="unknown key 'threshold' for policy 'fixed'; allowed: none"):
         build_policy("fixed", BetaPosterior(1), 0, {"threshold": 0.5})

@@ -5,17 +5,36 @@ from __future__ import annotations
 from typing import Any
 
 from vllm_eesd.policy.beta_ts import BetaThompson
+from vllm_eesd.policy.calibration import Calibration
+from vllm_eesd.policy.costs import CostModel
 from vllm_eesd.policy.fixed import Fixed
+from vllm_eesd.policy.goodput import Goodput
 from vllm_eesd.policy.posterior import BetaPosterior
 from vllm_eesd.policy.protocol import DraftLengthPolicy
 
-__all__ = ["BetaPosterior", "BetaThompson", "DraftLengthPolicy", "Fixed", "build_policy"]
+__all__ = [
+    "BetaPosterior",
+    "BetaThompson",
+    "Calibration",
+    "CostModel",
+    "DraftLengthPolicy",
+    "Fixed",
+    "Goodput",
+    "build_policy",
+]
 
-_POLICIES = {"beta_ts": BetaThompson, "fixed": Fixed}
+_POLICIES = {"beta_ts": BetaThompson, "fixed": Fixed, "goodput": Goodput}
 
 
-def build_policy(name: str, posterior: BetaPosterior, seed: int, policy_args: dict[str, Any]) -> DraftLengthPolicy:
-    """Return the policy `name`.
+def build_policy(
+    name: str,
+    posterior: BetaPosterior,
+    seed: int,
+    policy_args: dict[str, Any],
+    costs: CostModel | None = None,
+    calibration: Calibration | None = None,
+) -> DraftLengthPolicy:
+    """Return the policy `name`; the other arguments are those of `DraftLengthPolicy`.
 
     Raises:
         ValueError: the policy does not exist or does not take one of `policy_args`.
@@ -27,4 +46,4 @@ def build_policy(name: str, posterior: BetaPosterior, seed: int, policy_args: di
     if unknown:
         allowed = ", ".join(policy.ARGS) or "none"
         raise ValueError(f"eesd: policy_args has unknown key {unknown[0]!r} for policy {name!r}; allowed: {allowed}")
-    return policy(posterior, seed, **policy_args)
+    return policy(posterior, seed, costs, calibration, **policy_args)

@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import numpy as np
 
-from vllm_eesd.policy.posterior import BetaPosterior
+from vllm_eesd.policy.protocol import DraftLengthPolicy
 
 
-class BetaThompson:
+class BetaThompson(DraftLengthPolicy):
     """After every drafted token draw theta ~ Beta(alpha, beta), chi ~ Bernoulli(theta); continue while chi = 1.
 
     The first token is always drafted.
     Source: arXiv 2406.03853, section 3.3.
     """
 
-    ARGS: ClassVar[tuple[str, ...]] = ()
-    needs_confidence = False
-
-    def __init__(self, posterior: BetaPosterior, seed: int) -> None:
-        self.posterior = posterior
-        self._generator = np.random.default_rng(seed)
-
     def draft_more(self, slots: np.ndarray, num_drafted: int, confidence: np.ndarray | None) -> np.ndarray:
+        self.remember(slots, num_drafted, confidence)
         if num_drafted == 0:
             return np.ones(len(slots), dtype=bool)
         theta = self.posterior.draw(slots, self._generator)

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
+
+#: Learned priors kept (LoRA adapters, tenants); keys beyond that share the first one.
+MAX_PRIOR_KEYS = 64
+DEFAULT_KEY = ""
 
 
 class BetaPosterior:
@@ -10,6 +17,10 @@ class BetaPosterior:
 
     Of k verified drafts with a accepted, tokens 1..a are successes, token a + 1 (if a < k) is one failure and the
     rest are unobserved: a rejection says nothing of the tokens behind it.
+
+    Two things are off until a policy sets them. With `discount` < 1 a request's counts fade every round, drafts or not,
+    so that its posterior returns to the prior when nothing is observed. With `prior_memory` > 0 that prior's mean is
+    learned, per key, from the last so many outcomes of all requests that share; its weight stays the given one.
 
     Args:
         max_num_reqs: request slots.
@@ -22,25 +33,79 @@ class BetaPosterior:
     def __init__(self, max_num_reqs: int, prior_alpha: float = 1.0, prior_beta: float = 1.0) -> None:
         if not (prior_alpha > 0 and prior_beta > 0):
             raise ValueError(f"eesd: prior ({prior_alpha}, {prior_beta}) is not valid: both pseudo-counts must be > 0")
+        self.max_num_reqs = max_num_reqs
         self.prior = (float(prior_alpha), float(prior_beta))
-        self.alpha = np.full(max_num_reqs, self.prior[0])
-        self.beta = np.full(max_num_reqs, self.prior[1])
+        self.discount = 1.0
+        self.prior_memory = 0.0
+        self.prior_weight = sum(self.prior)
+        self._counts = np.zeros((2, max_num_reqs))  # successes, failures
+        self._key = np.zeros(max_num_reqs, dtype=np.int64)
+        self._key_index = {DEFAULT_KEY: 0}
+        self._shared = np.zeros((2, MAX_PRIOR_KEYS))
 
-    def reset(self, slots: np.ndarray) -> None:
-        """Start these slots from the prior: a new request took them over."""
-        self.alpha[slots], self.beta[slots] = self.prior
+    def reset(self, slots: np.ndarray, keys: Sequence[str] | None = None) -> None:
+        """Start these slots from the prior of their key: a new request took them over."""
+        self._counts[:, slots] = 0
+        self._key[slots] = 0 if keys is None else [self._index_of(key) for key in keys]
 
-    def observe(self, slots: np.ndarray, num_verified: np.ndarray, num_accepted: np.ndarray) -> None:
+    def _index_of(self, key: str) -> int:
+        if key not in self._key_index and len(self._key_index) < MAX_PRIOR_KEYS:
+            self._key_index[key] = len(self._key_index)
+        return self._key_index.get(key, 0)
+
+    def parameters(self, slots: np.ndarray) -> np.ndarray:
+        """Return alpha and beta of these slots, [2, num_rows] float64, both > 0."""
+        return self._counts[:, slots] + self._priors()[:, self._key[slots]]
+
+    def mean(self, slots: np.ndarray) -> np.ndarray:
+        """Return the expected acceptance of these slots, [num_rows] float64."""
+        alpha, beta = self.parameters(slots)
+        return alpha / (alpha + beta)
+
+    def _priors(self) -> np.ndarray:
+        """Alpha and beta a request of each key starts from, [2, MAX_PRIOR_KEYS] float64."""
+        learned = self._shared + np.array(self.prior)[:, None]
+        return learned * (self.prior_weight / learned.sum(axis=0))
+
+    def observe(
+        self, slots: np.ndarray, num_verified: np.ndarray, num_accepted: np.ndarray, shares: np.ndarray | None = None
+    ) -> None:
         """Count the outcome of one round.
 
         Args:
             slots: [num_rows] int64, distinct.
             num_verified: [num_rows] draft tokens the target judged (cut and placeholder drafts do not count).
             num_accepted: [num_rows] of those, the leading ones accepted.
+            shares: [num_rows] bool, which rows teach their key's prior; None: all.
         """
-        self.alpha[slots] += num_accepted
-        self.beta[slots] += num_accepted < num_verified
+        outcome = np.stack([num_accepted, num_accepted < num_verified]).astype(np.float64)
+        self._counts[:, slots] = self._counts[:, slots] * self.discount + outcome
+        if self.prior_memory:
+            self._teach_priors(self._key[slots], outcome if shares is None else outcome * shares)
+
+    def _teach_priors(self, keys: np.ndarray, outcome: np.ndarray) -> None:
+        total = outcome.sum()
+        if total:
+            counts = np.stack([np.bincount(keys, row, MAX_PRIOR_KEYS) for row in outcome])
+            self._shared *= (1 - 1 / self.prior_memory) ** counts.sum(axis=0)
+            self._shared += counts
 
     def draw(self, slots: np.ndarray, generator: np.random.Generator) -> np.ndarray:
         """Return one Thompson draw per slot, [num_rows] float64 in [0, 1]."""
-        return generator.beta(self.alpha[slots], self.beta[slots])
+        return generator.beta(*self.parameters(slots))
+
+    def state(self) -> dict[str, Any]:
+        """Return the learned priors, by key, as JSON takes them."""
+        return {key: self._shared[:, index].tolist() for key, index in self._key_index.items()}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Take over learned priors that `state` gave.
+
+        Raises:
+            ValueError: not two finite counts >= 0 for every key.
+        """
+        for key, counts in state.items():
+            counts = np.array(counts, dtype=np.float64)
+            if counts.shape != (2,) or not (np.isfinite(counts).all() and (counts >= 0).all()):
+                raise ValueError(f"prior of key {key!r} is {counts.tolist()}, must be two finite counts >= 0")
+            self._shared[:, self._index_of(key)] = counts

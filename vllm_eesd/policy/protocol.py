@@ -1,38 +1,105 @@
-"""What the round loop asks of a policy."""
+"""What a round asks of a policy, and what every policy keeps."""
 
 from __future__ import annotations
 
-from typing import ClassVar, Protocol
+from collections.abc import Sequence
+from typing import ClassVar
 
 import numpy as np
 
+from vllm_eesd.config import MAX_SPECULATIVE_TOKENS
+from vllm_eesd.policy.calibration import Calibration
+from vllm_eesd.policy.costs import CostModel
 from vllm_eesd.policy.posterior import BetaPosterior
 
 
-class DraftLengthPolicy(Protocol):
+class DraftLengthPolicy:
     """Decides, after every drafted token, which requests draft one more.
 
-    A decision about draft token k + 1 may use everything known before that token is drawn, the confidences of
-    tokens 1..k included. It never sees the token whose submission it decides: that is what keeps the output exact
-    when drafts are sampled.
+    One round of a batch: `begin_round`, then `draft_more` before each draft step until nobody goes on; when the target
+    has judged the drafts, `observe`. State stands in arrays over request slots and does not grow with the requests
+    served.
 
+    **Exact output.** A drafted token is always submitted for verification. `draft_more` decides about token k + 1 when
+    token k is drawn and token k + 1 is not, and it is told the confidence of token k only: no policy can make the
+    submission of a token depend on that token. Its random generator is its own.
+
+    Args:
+        posterior: acceptance per request slot, empty; a policy may set how fast it forgets.
+        seed: of the policy's random generator; the same seed and the same calls give the same decisions.
+        costs: what steps cost; a default model when None.
+        calibration: what confidences mean; an empty table when None.
     Attributes:
         ARGS: names allowed in `policy_args`.
         needs_confidence: whether `draft_more` wants the confidence of the last drafted token.
-        posterior: acceptance posterior per request slot; the round feeds it, the policy reads it.
+        confidences: [max_num_reqs, MAX_SPECULATIVE_TOKENS] float32, of each slot's current draft; NaN if unknown.
     """
 
-    ARGS: ClassVar[tuple[str, ...]]
-    needs_confidence: bool
-    posterior: BetaPosterior
+    ARGS: ClassVar[tuple[str, ...]] = ()
+    needs_confidence: ClassVar[bool] = False
 
-    def draft_more(self, slots: np.ndarray, num_drafted: int, confidence: np.ndarray | None) -> np.ndarray:
-        """Return which of these requests draft token `num_drafted` + 1.
+    def __init__(
+        self,
+        posterior: BetaPosterior,
+        seed: int,
+        costs: CostModel | None = None,
+        calibration: Calibration | None = None,
+    ) -> None:
+        self.posterior = posterior
+        self.costs = CostModel() if costs is None else costs
+        self.calibration = Calibration() if calibration is None else calibration
+        self.confidences = np.full((posterior.max_num_reqs, MAX_SPECULATIVE_TOKENS), np.nan, dtype=np.float32)
+        self._generator = np.random.default_rng(seed)
+
+    def reset(self, slots: np.ndarray, keys: Sequence[str] | None = None) -> None:
+        """Forget whoever had these slots: new requests took them over.
 
         Args:
-            slots: [num_rows] int64, request slots still drafting.
+            slots: [num_rows] int64, distinct.
+            keys: whose learned prior each request starts from (say, its LoRA adapter's name); None: one for all.
+        """
+        self.posterior.reset(slots, keys)
+        self.confidences[slots] = np.nan
+
+    def begin_round(self, slots: np.ndarray, limits: np.ndarray) -> None:
+        """Prepare a round for these requests, all those of the batch that decode.
+
+        Args:
+            slots: [num_rows] int64, distinct.
+            limits: [num_rows] int64, the longest draft each may have; 0 drafts nothing.
+        """
+
+    def draft_more(self, slots: np.ndarray, num_drafted: int, confidence: np.ndarray | None) -> np.ndarray:
+        """Return which of these requests draft token `num_drafted` + 1; those at their limit are stopped anyway.
+
+        Args:
+            slots: [num_rows] int64, the requests that drafted `num_drafted` tokens this round: all of the round's at 0.
             num_drafted: tokens each of them has drafted so far this round.
-            confidence: [num_rows] float32, the draft model's probability of its last token; None when not asked for.
+            confidence: [num_rows] float32, the draft model's probability of its most probable token where it drew
+                token `num_drafted`; None at 0 and when the draft model was not asked for it.
         Returns:
             [num_rows] bool.
         """
+        raise NotImplementedError
+
+    def observe(
+        self, slots: np.ndarray, num_verified: np.ndarray, num_accepted: np.ndarray, shares: np.ndarray | None = None
+    ) -> None:
+        """Learn from one verified step; requests that drafted nothing are rounds too.
+
+        Args:
+            slots: [num_rows] int64, distinct: the requests of the step that decoded.
+            num_verified: [num_rows] draft tokens the target judged (cut and placeholder drafts do not count).
+            num_accepted: [num_rows] of those, the leading ones accepted.
+            shares: [num_rows] bool, which may teach what other requests use (the learned prior, the calibration):
+                not those with penalties, bad_words, allowed_token_ids or a grammar. None: all.
+        """
+        self.posterior.observe(slots, num_verified, num_accepted, shares)
+        longest = int(num_verified.max(initial=0))
+        if longest:
+            self.calibration.observe(self.confidences[slots, :longest], num_verified, num_accepted, shares)
+
+    def remember(self, slots: np.ndarray, num_drafted: int, confidence: np.ndarray | None) -> None:
+        """Keep the confidence of draft token `num_drafted`, for `observe`."""
+        if num_drafted:
+            self.confidences[slots, num_drafted - 1] = np.nan if confidence is None else confidence

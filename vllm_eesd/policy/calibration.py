@@ -1,0 +1,165 @@
+"""Calibration: what a draft token's confidence says of its acceptance, by position in the draft, learned online.
+
+`calibration.json` (beside a head's weights, made by counting on held-out text) is an object:
+
+    "edges"     ascending inner edges of the confidence bins, within (0, 1); must be `EDGES`
+    "observed"  [positions][bins] numbers >= 0: draft tokens that the target judged, position 1 first
+    "accepted"  [positions][bins] of those, the accepted ones
+
+Bin b holds confidences in [edge b-1, edge b). A token behind a rejected one was not judged and is not counted.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from vllm_eesd.config import MAX_SPECULATIVE_TOKENS
+
+FILE_NAME = "calibration.json"
+#: Finer towards 1, where most confidences are and where a product of several tells 0.9 from 0.99.
+EDGES = (0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)
+NUM_BINS = len(EDGES) + 1
+#: Outcomes a cell remembers: older ones fade, so that a new workload is learned.
+MEMORY = 2000.0
+#: Pseudo-counts with which a cell leans on its bin at all positions, a bin on its centre, a position on the one before.
+SMOOTHING = 8.0
+#: Recomputing the smoothed tables after every round would cost more than it teaches.
+REFRESH_ROUNDS = 16
+MAX_FILE_BYTES = 1 << 20
+
+
+class Calibration:
+    """Counts of judged and accepted draft tokens by position and confidence bin, and the smoothed rates they give."""
+
+    def __init__(self) -> None:
+        # The last bin is for tokens whose confidence nobody computed: they still tell how positions differ.
+        self._observed = np.zeros((MAX_SPECULATIVE_TOKENS, NUM_BINS + 1))
+        self._accepted = np.zeros_like(self._observed)
+        self._edges = np.array(EDGES, dtype=np.float32)
+        edges = np.array((0.0, *EDGES, 1.0))
+        self._centers = (edges[1:] + edges[:-1]) / 2
+        self._rounds = 0
+        self._refresh()
+
+    @classmethod
+    def load(cls, directory: str | os.PathLike) -> Calibration:
+        """Return the calibration shipped with a head, or an empty one where there is none.
+
+        Raises:
+            ValueError: the file is not in the format above.
+        """
+        calibration, path = cls(), Path(directory) / FILE_NAME
+        if path.is_file():
+            if path.stat().st_size > MAX_FILE_BYTES:
+                raise ValueError(f"{path}: {path.stat().st_size} bytes, a calibration has at most {MAX_FILE_BYTES}")
+            try:
+                calibration.restore(json.loads(path.read_text(encoding="utf-8")))
+            except (ValueError, TypeError, KeyError, RecursionError) as error:
+                raise ValueError(f"{path}: not a calibration ({' '.join(str(error).split())})") from None
+        return calibration
+
+    def acceptance(self, confidence: np.ndarray, position: int) -> np.ndarray:
+        """Return the probability that a draft token is accepted, given that all before it are.
+
+        Args:
+            confidence: [num_rows] float32 in [0, 1]; NaN where unknown.
+            position: of the token in its draft, from 0.
+        Returns:
+            [num_rows] float64 in (0, 1).
+        """
+        return self._rates[position, self._bin(confidence)]
+
+    def observe(
+        self,
+        confidences: np.ndarray,
+        num_verified: np.ndarray,
+        num_accepted: np.ndarray,
+        shares: np.ndarray | None = None,
+    ) -> None:
+        """Count one round's outcomes.
+
+        Args:
+            confidences: [num_rows, longest draft] float32, NaN where unknown.
+            num_verified: [num_rows] draft tokens the target judged.
+            num_accepted: [num_rows] of those, the leading ones accepted.
+            shares: [num_rows] bool, which rows count; None: all.
+        """
+        position = np.arange(confidences.shape[1])
+        judged = position < np.minimum(num_verified, num_accepted + 1)[:, None]
+        if shares is not None:
+            judged &= shares[:, None]
+        rows, positions = np.nonzero(judged)
+        cells = positions * (NUM_BINS + 1) + self._bin(confidences[rows, positions])
+        accepted = positions < num_accepted[rows]
+        size = len(position) * (NUM_BINS + 1)
+        shape = len(position), NUM_BINS + 1
+        self._observed[: shape[0]] += np.bincount(cells, minlength=size).reshape(shape)
+        self._accepted[: shape[0]] += np.bincount(cells, accepted, size).reshape(shape)
+        self._rounds += 1
+        if self._rounds % REFRESH_ROUNDS == 0:
+            self._refresh()
+
+    def _bin(self, confidence: np.ndarray) -> np.ndarray:
+        # NaN sorts behind every edge; it belongs in the bin of its own behind the last.
+        return np.searchsorted(self._edges, confidence, side="right") + np.isnan(confidence)
+
+    def _refresh(self) -> None:
+        fade = np.minimum(1.0, MEMORY / np.maximum(self._observed, 1.0))
+        self._observed *= fade
+        self._accepted *= fade
+        observed, accepted = self._observed[:, :NUM_BINS], self._accepted[:, :NUM_BINS]
+        by_bin = (accepted.sum(0) + SMOOTHING * self._centers) / (observed.sum(0) + SMOOTHING)
+        #: Acceptance of all judged tokens, and [MAX_SPECULATIVE_TOKENS] of those at each position.
+        self.mean_rate = float((self._accepted.sum() + SMOOTHING * 0.5) / (self._observed.sum() + SMOOTHING))
+        self.position_rates = self._smooth_positions()
+        self._rates = np.empty_like(self._observed)
+        self._rates[:, :NUM_BINS] = (accepted + SMOOTHING * by_bin) / (observed + SMOOTHING)
+        self._rates[:, NUM_BINS] = self.position_rates
+
+    def _smooth_positions(self) -> np.ndarray:
+        """Each position leans on the one before it: the deep ones are rarely reached."""
+        observed, accepted = self._observed.sum(1), self._accepted.sum(1)
+        rates, rate = np.empty(len(observed)), self.mean_rate
+        for position in range(len(rates)):
+            rate = (accepted[position] + SMOOTHING * rate) / (observed[position] + SMOOTHING)
+            rates[position] = rate
+        return rates
+
+    def expected_calibration_error(self) -> float:
+        """Return the mean gap between a bin's confidence and its acceptance, weighted by how often it occurs.
+
+        Source: arXiv 1706.04599, section 2; bins by `EDGES`, a bin's confidence is its centre.
+        """
+        observed = self._observed[:, :NUM_BINS].sum(0)
+        gaps = np.abs(self._accepted[:, :NUM_BINS].sum(0) - observed * self._centers)
+        return float(gaps.sum() / max(observed.sum(), 1.0))
+
+    def state(self) -> dict[str, Any]:
+        """Return the table in the format above."""
+        table = {"observed": self._observed, "accepted": self._accepted}
+        return {"edges": list(EDGES)} | {name: t[:, :NUM_BINS].round(3).tolist() for name, t in table.items()}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Take over a table in the format above.
+
+        Raises:
+            ValueError: wrong edges or shapes, or counts that are not finite, negative or accepted more than observed.
+        """
+        if tuple(state["edges"]) != EDGES:
+            raise ValueError(f"edges are {state['edges']}, must be {list(EDGES)}")
+        observed, accepted = (np.array(state[name], dtype=np.float64) for name in ("observed", "accepted"))
+        positions = len(observed)
+        if observed.shape != accepted.shape or observed.shape[1:] != (NUM_BINS,) or positions > MAX_SPECULATIVE_TOKENS:
+            raise ValueError(
+                f"observed is {list(observed.shape)} and accepted {list(accepted.shape)}, both must be [positions, "
+                f"{NUM_BINS}] with at most {MAX_SPECULATIVE_TOKENS} positions"
+            )
+        if not (np.isfinite(observed).all() and (accepted >= 0).all() and (accepted <= observed).all()):
+            raise ValueError("counts must be finite with 0 <= accepted <= observed")
+        self._observed[:positions, :NUM_BINS], self._accepted[:positions, :NUM_BINS] = observed, accepted
+        self._refresh()

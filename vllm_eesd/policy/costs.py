@@ -1,0 +1,216 @@
+"""What steps cost, as learned: running medians by batch size and token count, made monotone and interpolated."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import deque
+from typing import Any
+
+import numpy as np
+
+#: Times a median is taken over. It forgets slow drift (longer contexts) and shrugs off half of them being outliers.
+WINDOW = 15
+#: A median of fewer is at the mercy of one compilation: such a cell is not used while others are.
+MIN_SAMPLES = 3
+#: A curve with new times is computed again after this many of them.
+REFRESH_SAMPLES = 8
+#: Before any measurement, relative to a plain step: a drafted round's fixed cost, and each further verified token.
+DEFAULT_ROUND_RATIO = 0.1
+DEFAULT_VERIFY_GROWTH = 0.06
+#: Sizes above 8 share a cell with those within about a fifth.
+_SIZES = np.unique(np.r_[np.arange(9), (8 * 1.2 ** np.arange(1, 45)).round()]).astype(np.int64)
+_SIZE_LIST = _SIZES.tolist()
+
+
+class CostModel:
+    """Times of engine steps and draft steps, in ms; before any is measured, in units of a plain step.
+
+    Whoever runs the engine feeds it; a policy reads curves. A step's prompt chunks must not be fed: their time would be
+    taken for that of verification.
+
+    Args:
+        draft_ratio: a draft step relative to a plain step until measured; (N + 1) / L layers is a good guess.
+    Raises:
+        ValueError: draft_ratio is not a positive number.
+    """
+
+    def __init__(self, draft_ratio: float = 0.125) -> None:
+        if not 0 < draft_ratio < float("inf"):
+            raise ValueError(f"eesd: draft_ratio={draft_ratio!r} is not valid: must be above 0 and finite")
+        self.draft_ratio = draft_ratio
+        self._verify: dict[int, _Medians] = {}
+        self._draft_step = _Medians()
+        self._draft_round = _Medians()
+        self._curves: dict[tuple[str, int, int], np.ndarray] = {}
+
+    def observe_verify(self, num_reqs: int, num_tokens: int, ms: float) -> None:
+        """Count the time of one engine step outside drafting: forward, sampling, scheduler and communication.
+
+        Args:
+            num_reqs: requests of the step, all decoding.
+            num_tokens: tokens they ran through the target: one each and their drafts.
+            ms: milliseconds.
+        """
+        medians = self._verify.setdefault(_cell(num_reqs), _Medians())
+        if medians.add(num_tokens - num_reqs, ms):
+            self._curves.clear()
+
+    def observe_draft_step(self, num_rows: int, ms: float) -> None:
+        """Count the time of one draft step for `num_rows` rows."""
+        if self._draft_step.add(num_rows, ms):
+            self._curves.clear()
+
+    def observe_draft_round(self, num_rows: int, ms: float) -> None:
+        """Count what a round that drafted took on top of its draft steps: preparing inputs, deciding."""
+        if self._draft_round.add(num_rows, ms):
+            self._curves.clear()
+
+    def plain_samples(self, num_reqs: int) -> int:
+        """Return how many steps without drafts were timed at this batch size."""
+        medians = self._verify.get(_cell(num_reqs))
+        return 0 if medians is None else medians.samples(0)
+
+    def verify_curve(self, num_reqs: int, max_drafts: int) -> np.ndarray:
+        """Return the time of a step in which 0..max_drafts draft tokens are verified, [max_drafts + 1], ascending.
+
+        Entry 0 is a plain step; the others include what a drafted round costs besides its draft steps.
+        """
+        key = "verify", num_reqs, max_drafts
+        if key not in self._curves:
+            curve = self._verification(num_reqs, np.arange(max_drafts + 1))
+            curve[1:] += self._round_overhead(num_reqs, curve[0])
+            self._curves[key] = curve
+        return self._curves[key]
+
+    def draft_curve(self, max_rows: int) -> np.ndarray:
+        """Return the time of a draft step for 0..max_rows rows, [max_rows + 1], ascending; 0 for no rows."""
+        key = "draft", max_rows, 0
+        if key not in self._curves:
+            rows = np.arange(max_rows + 1)
+            points = self._draft_step.curve()
+            if points is None:
+                curve = self.draft_ratio * self._verification(max_rows, np.zeros(1))[0] * np.ones(max_rows + 1)
+            else:
+                curve = _interpolate(rows, *points, default_slope=0.0)
+            curve[0] = 0.0
+            self._curves[key] = curve
+        return self._curves[key]
+
+    def _verification(self, num_reqs: int, num_drafts: np.ndarray) -> np.ndarray:
+        """Time of steps with `num_drafts` drafts in all; growth is borrowed from the nearest batch size that has it."""
+        measured = {size: points for size, m in self._verify.items() if (points := m.curve()) is not None}
+        plain = {size: ys[0] for size, (xs, ys) in measured.items() if xs[0] == 0}
+        grown = {size: points for size, points in measured.items() if len(points[0]) > 1}
+        if not measured:
+            plain_ms = 1.0
+            if (draft := self._draft_step.curve()) is not None:
+                plain_ms = float(draft[1][0]) / self.draft_ratio
+            return plain_ms * (1 + DEFAULT_VERIFY_GROWTH * num_drafts)
+        if not plain:  # only drafted steps were timed so far
+            size = _nearest(measured, num_reqs)
+            xs, ys = measured[size]
+            plain = {size: ys[0] / (1 + DEFAULT_VERIFY_GROWTH * xs[0])}
+        sizes = sorted(plain)
+        plain_ms = float(np.interp(num_reqs, sizes, np.maximum.accumulate([plain[size] for size in sizes])))
+        slope = DEFAULT_VERIFY_GROWTH * plain_ms
+        if not grown:
+            return plain_ms + slope * num_drafts
+        xs, ys = grown[_nearest(grown, num_reqs)]
+        if xs[0] > 0:
+            xs, ys = np.r_[0, xs], np.r_[min(plain_ms, ys[0]), ys]
+        return plain_ms + _interpolate(num_drafts, xs, ys - ys[0], default_slope=slope)
+
+    def _round_overhead(self, num_reqs: int, plain_ms: float) -> float:
+        points = self._draft_round.curve()
+        if points is None:
+            return DEFAULT_ROUND_RATIO * plain_ms
+        return float(_interpolate(np.array([num_reqs]), *points, default_slope=0.0)[0])
+
+    def state(self) -> dict[str, Any]:
+        """Return the medians, as JSON takes them: what rank 0 sends to the others, or a profile."""
+        return {
+            "verify_ms": {str(size): medians.points() for size, medians in self._verify.items()},
+            "draft_step_ms": self._draft_step.points(),
+            "draft_round_ms": self._draft_round.points(),
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Start from the medians that `state` gave; what is measured afterwards replaces them step by step."""
+        self._verify = {int(size): _Medians(points) for size, points in state["verify_ms"].items()}
+        self._draft_step = _Medians(state["draft_step_ms"])
+        self._draft_round = _Medians(state["draft_round_ms"])
+        self._curves.clear()
+
+
+class _Medians:
+    """Running medians of times by size; sizes that share a cell are averaged.
+
+    Args:
+        points: [size, ms] pairs to start from.
+    """
+
+    def __init__(self, points: list[list[float]] | None = None) -> None:
+        self._times: dict[int, deque[tuple[int, float]]] = {}
+        self._since_refresh = 0
+        self._curve: tuple[np.ndarray, np.ndarray] | None = None
+        for size, ms in points or []:
+            self._times[_cell(int(size))] = deque([(size, ms)] * MIN_SAMPLES, WINDOW)
+        if points:
+            self._refresh()
+
+    def add(self, size: int, ms: float) -> bool:
+        """Take one time in; return whether the curve changed."""
+        times = self._times.setdefault(_cell(size), deque(maxlen=WINDOW))
+        times.append((size, ms))
+        self._since_refresh += 1
+        if len(times) == MIN_SAMPLES or self._since_refresh >= REFRESH_SAMPLES or self._curve is None:
+            self._refresh()
+            return True
+        return False
+
+    def samples(self, size: int) -> int:
+        return len(self._times.get(_cell(size), ()))
+
+    def points(self) -> list[list[float]]:
+        """[size, median ms] of every cell that can be trusted, by size."""
+        enough = {cell: t for cell, t in self._times.items() if len(t) >= MIN_SAMPLES} or self._times
+        medians = []
+        for cell in sorted(enough):
+            sizes, times = zip(*enough[cell], strict=True)
+            medians.append([sum(sizes) / len(sizes), sorted(times)[len(times) // 2]])
+        return medians
+
+    def curve(self) -> tuple[np.ndarray, np.ndarray] | None:
+        """(sizes ascending, ms ascending), or None while nothing was timed."""
+        return self._curve
+
+    def _refresh(self) -> None:
+        self._since_refresh = 0
+        sizes, times = zip(*self.points(), strict=True)
+        self._curve = np.array(sizes, dtype=np.float64), _monotone(times)
+
+
+def _cell(size: int) -> int:
+    return size if size <= 8 else _SIZE_LIST[min(bisect_left(_SIZE_LIST, size), len(_SIZE_LIST) - 1)]
+
+
+def _nearest(sizes: dict[int, Any], size: int) -> int:
+    return min(sizes, key=lambda other: abs(np.log((other + 1) / (size + 1))))
+
+
+def _monotone(values: tuple[float, ...]) -> np.ndarray:
+    """Return the closest ascending values: neighbours in the wrong order are replaced by their mean."""
+    blocks: list[list[float]] = []  # [sum, count]
+    for value in values:
+        blocks.append([value, 1])
+        while len(blocks) > 1 and blocks[-2][0] * blocks[-1][1] > blocks[-1][0] * blocks[-2][1]:
+            total, count = blocks.pop()
+            blocks[-1][0] += total
+            blocks[-1][1] += count
+    return np.repeat([total / count for total, count in blocks], [count for _, count in blocks])
+
+
+def _interpolate(at: np.ndarray, xs: np.ndarray, ys: np.ndarray, default_slope: float) -> np.ndarray:
+    """Linear between the points, level before the first, with the mean slope behind the last."""
+    slope = (ys[-1] - ys[0]) / (xs[-1] - xs[0]) if len(xs) > 1 else default_slope
+    return np.interp(at, xs, ys) + slope * np.maximum(at - xs[-1], 0.0)

@@ -1,0 +1,156 @@
+"""The goodput policy: draft as long as a token more is expected to be worth the time it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+import numpy as np
+
+from vllm_eesd.config import MAX_SPECULATIVE_TOKENS
+from vllm_eesd.policy.calibration import Calibration
+from vllm_eesd.policy.costs import CostModel
+from vllm_eesd.policy.guard import Guard
+from vllm_eesd.policy.posterior import BetaPosterior
+from vllm_eesd.policy.protocol import DraftLengthPolicy
+
+#: What a request's outcomes count for after one more round: about ten rounds are remembered.
+DISCOUNT = 0.9
+#: Outcomes from which the prior of new requests is learned, and the pseudo-counts that prior weighs.
+PRIOR_MEMORY, PRIOR_WEIGHT = 100.0, 4.0
+#: Memory of the measured speed-up, in rounds.
+SPEEDUP_ROUNDS = 32
+#: A batch size never seen without drafts gets plain rounds first, then one in so many: the unit of all comparisons.
+PLAIN_SAMPLES, PLAIN_EVERY = 3, 256
+
+
+class Goodput(DraftLengthPolicy):
+    """Maximise emitted tokens per ms.
+
+    By the renewal-reward theorem the best stopping rule at throughput rho compares marginal tokens with rho times
+    marginal time. Each request draws one theta a round from its posterior; the chance that its next j tokens are all
+    accepted is the product of the calibrated confidences of those drafted, times theta to the power of how much harder
+    those positions are than the average one. The batch goes on if, for some number of further steps, the tokens
+    expected of the rows worth their own verification exceed rho times the time all of it takes; looking ahead matters
+    because the first token carries the round's fixed cost and padded batch sizes make costs a staircase.
+    Drafting nothing falls out by itself where it is best; `Guard` bounds what being wrong can cost.
+
+    Args:
+        probe_budget: share of the time that drafting may lose against plain decoding in the long run.
+    Raises:
+        ValueError: probe_budget is not in (0, 0.5].
+    Source: for Thompson sampling arXiv 2406.03853, section 3.3; the objective and its batch form are this project's.
+    """
+
+    ARGS: ClassVar[tuple[str, ...]] = ("probe_budget",)
+    needs_confidence = True
+
+    def __init__(
+        self,
+        posterior: BetaPosterior,
+        seed: int,
+        costs: CostModel | None = None,
+        calibration: Calibration | None = None,
+        probe_budget: float = 0.01,
+    ) -> None:
+        super().__init__(posterior, seed, costs, calibration)
+        if not isinstance(probe_budget, (int, float)) or not 0 < probe_budget <= 0.5:
+            raise ValueError(f"eesd: policy_args.probe_budget={probe_budget!r} is not valid: above 0, at most 0.5")
+        posterior.discount, posterior.prior_memory, posterior.prior_weight = DISCOUNT, PRIOR_MEMORY, PRIOR_WEIGHT
+        self.guard = Guard(probe_budget)
+        self.speedup = 1.0
+        self._rounds = 0
+        max_num_reqs = posterior.max_num_reqs
+        self._limits = np.zeros(max_num_reqs, dtype=np.int64)
+        self._survival = np.ones(max_num_reqs)
+        #: chain[slot, j]: the chance, seen from the round's start, that tokens 1..j are all accepted.
+        self._chain = np.ones((max_num_reqs, MAX_SPECULATIVE_TOKENS + 1))
+        self._probing = False
+
+    def reset(self, slots: np.ndarray, keys: Sequence[str] | None = None) -> None:
+        super().reset(slots, keys)
+        self.guard.admit(len(slots))
+
+    def begin_round(self, slots: np.ndarray, limits: np.ndarray) -> None:
+        num_rows, longest = len(slots), int(limits.max(initial=0))
+        self._rounds += 1
+        self._probing = False
+        self._num_drafts = 0
+        self._limits[slots], self._survival[slots] = limits, 1.0
+        self._longest = longest
+        self._verify = self.costs.verify_curve(num_rows, num_rows * MAX_SPECULATIVE_TOKENS)
+        self._draft = self.costs.draft_curve(num_rows)
+        self._rate = num_rows / self._verify[0] * max(self.speedup, 1.0)
+        samples = self.costs.plain_samples(num_rows)
+        self._wants_plain = samples < PLAIN_SAMPLES and self._rounds % 2 or self._rounds % PLAIN_EVERY == 0
+        if longest and not self._wants_plain:
+            theta = self.posterior.draw(slots, self._generator)
+            self._chain[slots, 1 : longest + 1] = theta[:, None] ** self._exponents(longest)
+
+    def _exponents(self, longest: int) -> np.ndarray:
+        """How much harder than the average position the first j are together, [longest] float64."""
+        rates = self.calibration.position_rates[:longest]
+        return np.cumsum((np.log(rates) / np.log(self.calibration.mean_rate)).clip(0.2, 5.0))
+
+    def draft_more(self, slots: np.ndarray, num_drafted: int, confidence: np.ndarray | None) -> np.ndarray:
+        if num_drafted == 0:
+            return self._first_token(slots)
+        self.remember(slots, num_drafted, confidence)
+        self._num_drafts += len(slots)
+        if self._probing or num_drafted >= self._longest:
+            return np.zeros(len(slots), dtype=bool)
+        if confidence is None:
+            self._survival[slots] = self._chain[slots, num_drafted]
+        else:
+            self._survival[slots] *= self.calibration.acceptance(confidence, num_drafted - 1)
+        return self._worthwhile(slots, num_drafted)
+
+    def _first_token(self, slots: np.ndarray) -> np.ndarray:
+        nobody = np.zeros(len(slots), dtype=bool)
+        if not self._longest or self._wants_plain:
+            return nobody
+        if self.guard.may_draft():
+            rows = self._worthwhile(slots, 0)
+            if rows.any():
+                self.guard.paid()
+                return rows
+        # A probe drafts one token for one request: what it costs at most, in tokens.
+        cost = len(slots) * ((self._verify[1] + self._draft[1]) / self._verify[0] - 1)
+        if self.guard.may_probe(cost):
+            self._probing = True
+            self.guard.probed(cost)
+            nobody[np.argmax(np.where(self._limits[slots] > 0, self._chain[slots, 1], -1.0))] = True
+        return nobody
+
+    def _worthwhile(self, slots: np.ndarray, num_drafted: int) -> np.ndarray:
+        """Return the rows that draft one more, none if no number of further steps pays for itself."""
+        depths = np.arange(num_drafted + 1, self._longest + 1)
+        chain = self._chain[slots]
+        gain = (self._survival[slots] / chain[:, num_drafted])[:, None] * chain[:, num_drafted + 1 : self._longest + 1]
+        num_rows, done = len(slots), self._num_drafts
+        verify, draft = self._verify, self._draft
+        # A row's own marginal time: its share of verification past the next step, and of a wider draft step.
+        slope = (verify[done + 2 * num_rows] - verify[done + num_rows]) / num_rows
+        if num_rows > 1:
+            slope += (draft[num_rows] - draft[1]) / (num_rows - 1)
+        chosen = (gain > self._rate * slope) & (depths <= self._limits[slots, None])
+        rows = chosen.sum(axis=0)
+        tokens = np.cumsum((gain * chosen).sum(axis=0))
+        ms = verify[done + np.cumsum(rows)] - verify[done] + np.cumsum(draft[rows])
+        pays = (tokens - self._rate * ms).max() > 0
+        return chosen[:, 0] & pays
+
+    def observe(
+        self, slots: np.ndarray, num_verified: np.ndarray, num_accepted: np.ndarray, shares: np.ndarray | None = None
+    ) -> None:
+        super().observe(slots, num_verified, num_accepted, shares)
+        num_reqs, num_drafts = len(slots), int(num_verified.sum())
+        num_tokens = num_reqs + int(num_accepted.sum())
+        cost = 1.0
+        if num_drafts:
+            verify, draft = self.costs.verify_curve(num_reqs, num_reqs * MAX_SPECULATIVE_TOKENS), None
+            draft = self.costs.draft_curve(num_reqs)
+            steps = draft[(num_verified[:, None] > np.arange(num_verified.max())).sum(axis=0)].sum()
+            cost = (verify[num_drafts] + steps) / verify[0]
+        self.guard.settle(num_reqs, cost, num_tokens)
+        self.speedup += (num_tokens / (num_reqs * cost) - self.speedup) / SPEEDUP_ROUNDS
