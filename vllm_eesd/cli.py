@@ -113,7 +113,10 @@ def _add_distill(commands) -> None:
         "--lr", type=_positive_real, default=None, help="peak learning rate (default: by the target's width)"
     )
     distill.add_argument(
-        "--init", choices=["last", "exit"], default="last", help="start from the target's last or exit layer"
+        "--init",
+        default="last",
+        metavar="last|exit|HEAD",
+        help="start from the target's last or exit layer, or from another head (default last)",
     )
     distill.add_argument(
         "--head-type", choices=["transformer", "deep_context"], default="transformer", help="(default transformer)"

@@ -9,7 +9,7 @@ import pytest
 REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE = "vllm_eesd"
 
-CORE = {"config", "policy", "stats", "drafting", "exit_head", "verify", "kernels"}
+CORE = {"config", "policy", "stats", "drafting", "exit_head", "verify", "kernels", "request_options"}
 # Part -> parts of this package that it may import, besides itself and the bare package (its version).
 ALLOWED_PARTS = {
     "__init__": {"config"},
@@ -18,6 +18,7 @@ ALLOWED_PARTS = {
     "policy": {"config"},
     "stats": {"config"},
     "drafting": CORE,
+    "request_options": {"config"},
     "exit_head": CORE,
     "verify": CORE,
     "host": CORE,

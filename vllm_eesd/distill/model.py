@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from vllm_eesd.exit_head.checkpoint import ExitHeadConfig, Prior, Verifier
+from vllm_eesd.exit_head.checkpoint import ExitHeadConfig, Prior, Verifier, read_tensors
 from vllm_eesd.exit_head.shapes import EXTRA_TENSORS
 
 # What of the target's config says how its layers are built.
@@ -181,10 +181,22 @@ def load_target(name_or_path: str, exit_layer: int | None, device: str) -> Targe
 
 
 def new_head(target: Target, init: str, head_type: str = ExitHead.head_type) -> ExitHead:
-    """Return a head initialised from the target's `last` layer or its `exit` layer, and its final norm."""
+    """Return a head that starts from the target's final norm and its `last` layer or `exit` layer, or from a head.
+
+    Args:
+        init: "last", "exit" or the directory of a head; what that one lacks starts as it does with "last".
+    Raises:
+        ValueError: the directory holds no head, or one of another target or exit layer.
+    """
     decoder = target.model.model
-    layer = decoder.layers[-1] if init == "last" else decoder.layers[target.exit_layer]
-    return HEAD_CLASSES[head_type](layer, decoder.norm)
+    head = HEAD_CLASSES[head_type](decoder.layers[target.exit_layer if init == "exit" else -1], decoder.norm)
+    if init not in ("last", "exit"):
+        config = ExitHeadConfig.load(init)
+        config.check_target(target.config)
+        if config.exit_layer != target.exit_layer:
+            raise ValueError(f"init: {init} has exit_layer {config.exit_layer}, this run {target.exit_layer}")
+        head.load_state_dict(read_tensors(init), strict=False)
+    return head
 
 
 def head_config(target: Target, name_or_path: str, head_type: str, prior: Prior) -> ExitHeadConfig:

@@ -37,7 +37,7 @@ class TrainConfig(BaseModel):
         batch: windows a step.
         seq_len: tokens a window.
         lr: the highest learning rate, of Muon for matrices and AdamW for norms; None goes by the target's width.
-        init: which target layer the head's starts from.
+        init: what the head starts from: the target's "last" or "exit" layer, or the directory of a head.
         head_type: of the head, see `vllm_eesd.distill.model`.
         seed: of the order of the data and of generated text.
         compile: torch.compile the step; slow to start, about a fifth faster on a CPU.
@@ -50,7 +50,7 @@ class TrainConfig(BaseModel):
     batch: int = Field(8, ge=1)
     seq_len: int = Field(512, ge=2)
     lr: float | None = Field(None, gt=0)
-    init: Literal["last", "exit"] = "last"
+    init: str = "last"
     head_type: Literal["transformer", "deep_context"] = "transformer"
     seed: int = Field(0, ge=0)
     compile: bool = False

@@ -3,6 +3,7 @@
 from vllm.compilation.backends import set_model_tag
 from vllm.compilation.decorators import support_torch_compile
 from vllm.config import ModelConfig, ParallelConfig, SpeculativeConfig, VllmConfig
+from vllm.distributed.parallel_state import get_tp_group
 from vllm.forward_context import (
     create_forward_context,
     get_forward_context,
@@ -29,6 +30,7 @@ __all__ = [
     "create_forward_context",
     "direct_register_custom_op",
     "get_forward_context",
+    "get_tp_group",
     "init_logger",
     "override_forward_context",
     "process_weights_after_loading",

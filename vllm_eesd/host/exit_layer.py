@@ -207,26 +207,46 @@ class DraftStep(nn.Module):
     """Target layers [0, N), exit head, LM head, argmax: one draft token per row, compiled as vLLM compiles the target.
 
     The target's modules are used in place, on the target's own KV slots; this module owns no parameter.
+
+    Args:
+        with_confidence: also compute the probability of the drafted token.
     """
 
     def __init__(
-        self, *, vllm_config: VllmConfig, prefix: str = "", target: nn.Module, exit_layer: int, head: Any
+        self,
+        *,
+        vllm_config: VllmConfig,
+        prefix: str = "",
+        target: nn.Module,
+        exit_layer: int,
+        head: ExitHead | None,
+        with_confidence: bool,
     ) -> None:
         super().__init__()
         # Tuples hide the target's modules from this one's parameter list.
         self._target = (target,)
         self._layers = tuple(target.model.layers[:exit_layer])
         self._head = (head,)
+        self._with_confidence = with_confidence
+
+    @property
+    def reads_target_output(self) -> bool:
+        """Whether `round_context` needs the target's output at all."""
+        return isinstance(self._head[0], DeepContextHead)
+
+    def round_context(self, target_hidden_states: torch.Tensor) -> torch.Tensor | None:
+        """Return the `context` of a round's steps, see `ExitHead.round_context`."""
+        return None if self._head[0] is None else self._head[0].round_context(target_hidden_states)
 
     def forward(
         self, input_ids: torch.Tensor, positions: torch.Tensor, context: torch.Tensor | None
-    ) -> torch.Tensor:
-        """Return the drafted tokens, [num_rows] int64.
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the drafted tokens, [num_rows] int64, and their probabilities, [num_rows] float32, if asked for.
 
         Args:
             input_ids: [num_rows] int64.
             positions: [num_rows] int64.
-            context: [num_rows, hidden_size], see `ExitHead.round_context`.
+            context: [num_rows, hidden_size] or None.
         """
         target, head = self._target[0], self._head[0]
         hidden_states, residual = target.model.embed_input_ids(input_ids), None
@@ -237,4 +257,6 @@ class DraftStep(nn.Module):
         else:
             hidden_states = hidden_states + residual
             hidden_states = head(positions, hidden_states if context is None else hidden_states + context)
-        return target.compute_logits(hidden_states).argmax(dim=-1)
+        logits = target.compute_logits(hidden_states).float()
+        best = logits.max(dim=-1)
+        return best.indices, (best.values - logits.logsumexp(dim=-1)).exp() if self._with_confidence else None

@@ -101,6 +101,49 @@ def _wrap_expand_batch_to_tokens(original: Callable[..., Any]) -> Callable[..., 
     return expand_batch_to_tokens
 
 
+def _wrap_worker_sample_tokens(original: Callable[..., Any]) -> Callable[..., Any]:
+    def sample_tokens(self, *args, **kwargs):
+        from vllm_eesd.host.v1 import EarlyExitProposer
+
+        output = original(self, *args, **kwargs)
+        if isinstance(getattr(self.model_runner, "drafter", None), EarlyExitProposer) and output is not None:
+            output.eesd_drafts = self.model_runner.take_draft_token_ids()
+        return output
+
+    return sample_tokens
+
+
+def _wrap_executor_sample_tokens(original: Callable[..., Any]) -> Callable[..., Any]:
+    def sample_tokens(self, *args, **kwargs):
+        output = original(self, *args, **kwargs)
+        self.eesd_drafts = getattr(output, "eesd_drafts", None)
+        return output
+
+    return sample_tokens
+
+
+def _wrap_executor_take_draft_token_ids(original: Callable[..., Any]) -> Callable[..., Any]:
+    def take_draft_token_ids(self):
+        drafts, self.eesd_drafts = getattr(self, "eesd_drafts", None), None
+        return original(self) if drafts is None else drafts
+
+    return take_draft_token_ids
+
+
+def _wrap_validate_params(original: Callable[..., Any]) -> Callable[..., Any]:
+    def _validate_params(self, params, *args, **kwargs):
+        validated = original(self, params, *args, **kwargs)
+        if self.speculative_config is not None and (extra_args := getattr(params, "extra_args", None)):
+            from vllm_eesd.host.speculative import EESDSpeculativeConfig
+            from vllm_eesd.request_options import RequestOptions
+
+            if isinstance(self.speculative_config, EESDSpeculativeConfig):
+                RequestOptions.parse(extra_args)
+        return validated
+
+    return _validate_params
+
+
 SEAMS = (
     Seam(
         target="vllm.engine.arg_utils:EngineArgs.create_speculative_config",
@@ -143,6 +186,34 @@ SEAMS = (
         wrap=_wrap_expand_batch_to_tokens,
         why="on a CPU 0.32 writes temperature, top-k and top-p of drafted rows into a copy: sampling uses stray memory",
         retired_by="_expand_kernel_impl in vllm/utils/cpu_triton_utils.py copying its result back",
+    ),
+    Seam(
+        target="vllm.v1.worker.gpu_worker:Worker.sample_tokens",
+        digests=("123955ae688517c8",),
+        wrap=_wrap_worker_sample_tokens,
+        why="drafts travel with the step's output; fetching them is a message more, 5% of a small model's step",
+        retired_by="ModelRunnerOutput carrying draft tokens",
+    ),
+    Seam(
+        target="vllm.v1.executor.multiproc_executor:MultiprocExecutor.sample_tokens",
+        digests=("f2014902518764ba",),
+        wrap=_wrap_executor_sample_tokens,
+        why="the same: keeps the drafts that came with the output",
+        retired_by="the same",
+    ),
+    Seam(
+        target="vllm.v1.executor.multiproc_executor:MultiprocExecutor.take_draft_token_ids",
+        digests=("e7087c6bef25baaa",),
+        wrap=_wrap_executor_take_draft_token_ids,
+        why="the same: hands out the drafts that came with the output, and asks the worker if none did",
+        retired_by="the same",
+    ),
+    Seam(
+        target="vllm.v1.engine.input_processor:InputProcessor._validate_params",
+        digests=("1533e2351fe8e310",),
+        wrap=_wrap_validate_params,
+        why="a request's own `eesd_*` options are refused before they reach the engine",
+        retired_by="the speculative config taking part in SamplingParams.verify",
     ),
 )
 

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
-from vllm_eesd.drafting import RequestSlots, draft_round
+from vllm_eesd.drafting import draft_round
 from vllm_eesd.host.compat import (
-    CommonAttentionMetadata,
     VllmConfig,
     create_forward_context,
+    get_tp_group,
     init_logger,
     override_forward_context,
     set_model_tag,
 )
+from vllm_eesd.host.draft_rows import DraftRows
 from vllm_eesd.host.exit_layer import HEAD_CLASSES, DraftStep, ExitHead
+from vllm_eesd.host.running_requests import RunningRequests
 from vllm_eesd.host.speculative import EESDSpeculativeConfig
-from vllm_eesd.policy import BetaPosterior, build_policy
+from vllm_eesd.policy import BetaPosterior, Calibration, CostModel, DraftLengthPolicy, build_policy
 from vllm_eesd.stats import DraftStats
 
 logger = init_logger("vllm.eesd")
@@ -39,15 +42,13 @@ class EarlyExitProposer:
         self.vllm_config, self.config = vllm_config, config
         max_num_reqs = vllm_config.scheduler_config.max_num_seqs
         self.num_speculative_tokens = config.num_speculative_tokens
-        prior = config.exit_head.prior
-        posterior = BetaPosterior(max_num_reqs, prior.alpha, prior.beta)
-        self.policy = build_policy(config.eesd.policy, posterior, config.eesd.seed, config.eesd.policy_args)
+        self.policy = _build_policy(config, max_num_reqs)
         self.stats = DraftStats(config.num_speculative_tokens)
-        self._slots = RequestSlots(max_num_reqs)
-        # Per slot, fixed at a request's first round: the most tokens it may hold, and what ends it.
-        self._token_budget = np.zeros(max_num_reqs, dtype=np.int64)
-        self._stop_token_ids: list[frozenset[int]] = [frozenset()] * max_num_reqs
+        self._requests = RunningRequests(max_num_reqs, config.num_speculative_tokens, self.policy)
         self._rows: DraftRows | None = None
+        #: When the last round ended, and what its draft steps took: (rows, ms) each, and (rows, ms) of all the rest.
+        self._round_ended = 0.0
+        self._draft_times: tuple[list[tuple[int, float]], tuple[int, float] | None] = ([], None)
 
     def load_model(self, target: nn.Module) -> None:
         """Build the exit head, hook its KV fill into the target and compile the draft step.
@@ -60,11 +61,16 @@ class EarlyExitProposer:
             head = HEAD_CLASSES[config.head_type].load(self.vllm_config, target, config, self.config.head_directory)
             head.hook_kv_fill(target, config.exit_layer)
         with set_model_tag("eesd_draft"):
-            self._step = DraftStep(vllm_config=self.vllm_config, target=target, exit_layer=config.exit_layer, head=head)
+            self._step = DraftStep(
+                vllm_config=self.vllm_config,
+                target=target,
+                exit_layer=config.exit_layer,
+                head=head,
+                with_confidence=self.policy.needs_confidence,
+            )
         self._layer_names = [layer.self_attn.attn.layer_name for layer in target.model.layers[: config.exit_layer]]
         if head is not None:
             self._layer_names.append(head.attention_name)
-        self._head = head
         self._warm_up()
         logger.info("EESD drafts with layers 0..%d and a %s exit head", config.exit_layer - 1, config.head_type)
 
@@ -77,10 +83,7 @@ class EarlyExitProposer:
         hidden_states = torch.zeros(2, model_config.get_hidden_size(), dtype=model_config.dtype)
         context = create_forward_context(None, self.vllm_config)
         with torch.inference_mode(), override_forward_context(context):
-            self._step(rows, rows.clone(), self._round_context(hidden_states))
-
-    def _round_context(self, target_hidden_states: torch.Tensor) -> torch.Tensor | None:
-        return None if self._head is None else self._head.round_context(target_hidden_states)
+            self._step(rows, rows.clone(), self._step.round_context(hidden_states))
 
     def propose(self, *args: Any, **kwargs: Any) -> list[list[int]]:
         """Refuse: without its seam the runner gives a proposer too little to draft with."""
@@ -107,19 +110,30 @@ class EarlyExitProposer:
             num_reqs lists of token ids.
         """
         batch = runner.input_batch
-        self._slots.release(scheduler_output.finished_req_ids)
-        slots = self._assign_slots(runner, batch.req_ids)
+        slots = self._requests.slots_of(runner, scheduler_output.finished_req_ids)
         num_tokens = batch.num_tokens_no_spec[: len(slots)].astype(np.int64)
-        self._observe(batch, scheduler_output, slots, num_tokens, sampled_token_ids)
-        limits = self._draft_limits(runner, slots, num_tokens, sampled_token_ids)
+        decoded = self._observe(batch, scheduler_output, slots, num_tokens, sampled_token_ids)
+        limits = self._requests.draft_limits(slots, num_tokens, sampled_token_ids)
+        if runner.lora_config:  # the draft step knows no adapters
+            limits[batch.request_lora_mapping[: len(slots)] != 0] = 0
         bonus_token_ids = np.array([ids[-1] if ids else 0 for ids in sampled_token_ids], dtype=np.int64)
         if self._rows is None:
             self._rows = DraftRows(runner, self._step, self._layer_names)
         # Whatever the scheduler reserved: a draft may never write into a block that is not its request's.
         limits = np.minimum(limits, self._rows.allocated_tokens(len(slots)) - num_tokens + 1).clip(min=0)
-        produced_bonus = self._produced_bonus(batch.req_ids, scheduler_output, sampled_token_ids)
-        with self._rows.round(num_tokens - 1, self._round_context(sample_hidden_states[produced_bonus])):
-            return draft_round(self._rows, self.policy, slots, bonus_token_ids, limits)
+        produced_bonus = None
+        if self._step.reads_target_output:
+            rows = self._produced_bonus(batch.req_ids, scheduler_output, sampled_token_ids)
+            produced_bonus = sample_hidden_states[rows]
+        began = time.perf_counter()
+        self._learn_costs(began, decoded, len(slots), scheduler_output.total_num_scheduled_tokens)
+        with self._rows.round(num_tokens - 1, produced_bonus):
+            drafts = draft_round(self._rows, self.policy, slots, bonus_token_ids, limits)
+        self._round_ended = time.perf_counter()
+        steps = self._rows.step_times
+        rest_ms = (self._round_ended - began) * 1e3 - sum(ms for _, ms in steps)
+        self._draft_times = steps, (len(slots), rest_ms) if steps else None
+        return drafts
 
     @staticmethod
     def _produced_bonus(request_ids: list[str], scheduler_output: Any, emitted: list[list[int]]) -> torch.Tensor:
@@ -132,24 +146,10 @@ class EarlyExitProposer:
         num_emitted = np.array([len(tokens) for tokens in emitted])
         return torch.from_numpy(num_judged.cumsum() - num_judged + (num_emitted - 1).clip(min=0))
 
-    def _assign_slots(self, runner: Any, request_ids: list[str]) -> np.ndarray:
-        slots, new = self._slots.assign(request_ids)
-        if new.any():
-            self.policy.posterior.reset(slots[new])
-        for row in np.flatnonzero(new).tolist():
-            request, slot = runner.requests[request_ids[row]], slots[row]
-            params = request.sampling_params
-            budget = (
-                params.max_tokens + request.num_prompt_tokens if params.max_tokens is not None else runner.max_model_len
-            )
-            self._token_budget[slot] = min(budget, runner.max_model_len)
-            self._stop_token_ids[slot] = frozenset(params.all_stop_token_ids)
-        return slots
-
     def _observe(
         self, batch: Any, scheduler_output: Any, slots: np.ndarray, num_tokens: np.ndarray, emitted: list
-    ) -> None:
-        """Count the round the target just verified; prompt chunks and first tokens are no rounds."""
+    ) -> int:
+        """Count the round the target just verified and return its requests; prompt chunks and first tokens are none."""
         verified, accepted, rows = [], [], []
         scheduled = scheduler_output.scheduled_spec_decode_tokens
         num_prompt_tokens = batch.num_prompt_tokens
@@ -164,104 +164,36 @@ class EarlyExitProposer:
             verified.append(len(draft))
             accepted.append(len(tokens) - 1)
         if rows:
-            self.policy.posterior.observe(slots[rows], np.array(verified), np.array(accepted))
+            decoding = slots[rows]
+            shares = self._requests.shares[decoding]
+            self.policy.observe(decoding, np.array(verified), np.array(accepted), shares)
+        return len(rows)
 
-    def _draft_limits(self, runner: Any, slots: np.ndarray, num_tokens: np.ndarray, emitted: list) -> np.ndarray:
-        """Return the longest draft each row may have, [num_rows] int64.
+    def _learn_costs(self, now: float, num_decoded: int, num_reqs: int, num_tokens: int) -> None:
+        """Tell the cost model what the last round's drafting and this step took.
 
-        A round emits up to k + 1 tokens, which must fit the request's budget; a row that emitted nothing (a prompt
-        chunk) or its last token drafts nothing, nor does one with a LoRA adapter (the draft step knows no adapters).
+        A step counts only if every request in it decoded: prompt chunks cost something else, and requests that begin
+        may have been waited for.
         """
-        limits = np.minimum(self.num_speculative_tokens, self._token_budget[slots] - num_tokens - 1).clip(min=0)
-        for row, tokens in enumerate(emitted):
-            if not tokens or tokens[-1] in self._stop_token_ids[slots[row]]:
-                limits[row] = 0
-        if runner.lora_config and runner.input_batch.request_lora_mapping[: len(slots)].any():
-            limits[:] = 0
-        return limits
+        steps, rest = self._draft_times
+        verify_ms = (now - self._round_ended) * 1e3 if num_decoded == num_reqs and self._round_ended else None
+        group = get_tp_group()
+        if group.world_size > 1:
+            # Every rank must choose the same lengths, so all learn rank 0's times.
+            steps, rest, verify_ms = group.broadcast_object((steps, rest, verify_ms), src=0)
+        costs = self.policy.costs
+        for num_rows, ms in steps:
+            costs.observe_draft_step(num_rows, ms)
+        if rest is not None:
+            costs.observe_draft_round(*rest)
+        if verify_ms is not None:
+            costs.observe_verify(num_reqs, num_tokens, verify_ms)
 
 
-class DraftRows:
-    """Runs draft steps for rows of the runner's batch on the target's own KV slots.
-
-    The forward context and the input buffers are kept and updated in place; the attention metadata, which holds the
-    kernel's own schedule, is built anew for every step.
-
-    Args:
-        runner: vLLM's GPUModelRunner, its KV cache initialised.
-        step: the compiled draft step.
-        layer_names: the attention layers a draft step runs through.
-    """
-
-    def __init__(self, runner: Any, step: DraftStep, layer_names: list[str]) -> None:
-        self._step, self._layer_names = step, layer_names
-        group_id, group = _attention_group(runner, layer_names)
-        self._builder = group.get_metadata_builder()
-        self._runner = runner
-        self._block_table = runner.input_batch.block_table[group_id]
-        max_num_reqs = runner.max_num_reqs
-        self._input_ids = torch.zeros(max_num_reqs, dtype=torch.int64)
-        self._positions = torch.zeros(max_num_reqs, dtype=torch.int64)
-        self._slot_mapping = torch.zeros(max_num_reqs, dtype=torch.int64)
-        self._seq_lens = torch.zeros(max_num_reqs, dtype=torch.int32)
-        self._query_start_loc = torch.arange(max_num_reqs + 1, dtype=torch.int32)
-        self._context = create_forward_context(None, runner.vllm_config)
-
-    def allocated_tokens(self, num_rows: int) -> np.ndarray:
-        """Return how many tokens the KV blocks of each row can hold, [num_rows] int64."""
-        return self._block_table.num_blocks_per_row[:num_rows].astype(np.int64) * self._block_table.block_size
-
-    def round(self, bonus_positions: np.ndarray, context: torch.Tensor | None) -> Any:
-        """Prepare a round and return the context manager its steps run in.
-
-        Args:
-            bonus_positions: [num_rows] int64, where each row's bonus token stands.
-            context: [num_rows, hidden_size], see `ExitHead.round_context`.
-        """
-        self._bonus_positions, self._round_context = bonus_positions, context
-        return override_forward_context(self._context)
-
-    def step(self, rows: np.ndarray, offset: int, token_ids: np.ndarray) -> tuple[np.ndarray, None]:
-        """Return the next draft token of `rows`; see `vllm_eesd.drafting.DraftModel`."""
-        num_rows = len(rows)
-        positions = self._bonus_positions[rows] + offset
-        block_size = self._block_table.block_size
-        blocks = self._block_table.block_table.np
-        self._input_ids[:num_rows].numpy()[:] = token_ids
-        self._positions[:num_rows].numpy()[:] = positions
-        self._seq_lens[:num_rows].numpy()[:] = positions + 1
-        slot_mapping = self._slot_mapping[:num_rows]
-        slot_mapping.numpy()[:] = blocks[rows, positions // block_size] * block_size + positions % block_size
-        common = CommonAttentionMetadata(
-            query_start_loc=self._query_start_loc[: num_rows + 1],
-            query_start_loc_cpu=self._query_start_loc[: num_rows + 1],
-            seq_lens=self._seq_lens[:num_rows],
-            num_reqs=num_rows,
-            num_actual_tokens=num_rows,
-            max_query_len=1,
-            max_seq_len=int(positions.max()) + 1,
-            block_table_tensor=torch.from_numpy(blocks[rows]),
-            slot_mapping=slot_mapping,
-        )
-        if self._runner.lora_config:
-            # The target's last forward left its own token-to-adapter mapping; drafting rows have no adapter.
-            self._runner._set_active_loras((0,) * num_rows, (0,) * num_rows, set())
-        metadata = self._builder.build(0, common)
-        self._context.attn_metadata = dict.fromkeys(self._layer_names, metadata)
-        self._context.slot_mapping = dict.fromkeys(self._layer_names, slot_mapping)
-        context = None if self._round_context is None else self._round_context[torch.from_numpy(rows)]
-        drafted = self._step(self._input_ids[:num_rows], self._positions[:num_rows], context)
-        return drafted.numpy(), None
-
-
-def _attention_group(runner: Any, layer_names: list[str]) -> tuple[int, Any]:
-    """Return (KV-cache group id, attention group) holding all these layers.
-
-    Raises:
-        ValueError: they are spread over several groups, so that one block table would not do.
-    """
-    for group_id, groups in enumerate(runner.attn_groups):
-        for group in groups:
-            if set(layer_names) <= set(group.layer_names):
-                return group_id, group
-    raise ValueError("eesd: the drafted layers are in different KV-cache groups (mixed attention kinds); not supported")
+def _build_policy(config: EESDSpeculativeConfig, max_num_reqs: int) -> DraftLengthPolicy:
+    head, eesd = config.exit_head, config.eesd
+    posterior = BetaPosterior(max_num_reqs, head.prior.alpha, head.prior.beta)
+    # Until measured: a draft step takes its layers' share of a plain step.
+    draft_ratio = (head.exit_layer + (head.head_type != "headless")) / head.verifier.num_hidden_layers
+    calibration = Calibration() if config.head_directory is None else Calibration.load(config.head_directory)
+    return build_policy(eesd.policy, posterior, eesd.seed, eesd.policy_args, CostModel(draft_ratio), calibration)

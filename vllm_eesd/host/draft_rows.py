@@ -1,0 +1,115 @@
+"""Draft steps for rows of Model Runner V1's batch, on the target's own KV slots."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+import torch
+
+from vllm_eesd.host.compat import CommonAttentionMetadata, create_forward_context, override_forward_context
+from vllm_eesd.host.exit_layer import DraftStep
+
+
+class DraftRows:
+    """Runs draft steps for rows of the runner's batch on the target's own KV slots.
+
+    The forward context and the input buffers are kept and updated in place; the attention metadata, which holds the
+    kernel's own schedule, is built anew for every step.
+
+    Args:
+        runner: vLLM's GPUModelRunner, its KV cache initialised.
+        step: the compiled draft step.
+        layer_names: the attention layers a draft step runs through.
+    """
+
+    def __init__(self, runner: Any, step: DraftStep, layer_names: list[str]) -> None:
+        self._step, self._layer_names = step, layer_names
+        #: (rows, ms) of the draft steps of the last round.
+        self.step_times: list[tuple[int, float]] = []
+        group_id, group = _attention_group(runner, layer_names)
+        self._builder = group.get_metadata_builder()
+        self._runner = runner
+        self._block_table = runner.input_batch.block_table[group_id]
+        max_num_reqs = runner.max_num_reqs
+        self._input_ids = torch.zeros(max_num_reqs, dtype=torch.int64)
+        self._positions = torch.zeros(max_num_reqs, dtype=torch.int64)
+        self._slot_mapping = torch.zeros(max_num_reqs, dtype=torch.int64)
+        self._seq_lens = torch.zeros(max_num_reqs, dtype=torch.int32)
+        self._query_start_loc = torch.arange(max_num_reqs + 1, dtype=torch.int32)
+        self._context = create_forward_context(None, runner.vllm_config)
+
+    def allocated_tokens(self, num_rows: int) -> np.ndarray:
+        """Return how many tokens the KV blocks of each row can hold, [num_rows] int64."""
+        return self._block_table.num_blocks_per_row[:num_rows].astype(np.int64) * self._block_table.block_size
+
+    def round(self, bonus_positions: np.ndarray, produced_bonus: torch.Tensor | None) -> Any:
+        """Prepare a round and return the context manager its steps run in.
+
+        Args:
+            bonus_positions: [num_rows] int64, where each row's bonus token stands.
+            produced_bonus: [num_rows, hidden_size], see `ExitHead.round_context`; None if the head wants none.
+        """
+        self._bonus_positions, self._produced_bonus = bonus_positions, produced_bonus
+        self.step_times = []
+        return override_forward_context(self._context)
+
+    def step(
+        self, rows: np.ndarray, offset: int, token_ids: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray | None]:
+        """Return the next draft token of `rows` and its confidence; see `vllm_eesd.drafting.DraftModel`."""
+        began = time.perf_counter()
+        num_rows = len(rows)
+        positions = self._bonus_positions[rows] + offset
+        block_size = self._block_table.block_size
+        blocks = self._block_table.block_table.np
+        self._input_ids[:num_rows].numpy()[:] = token_ids
+        self._positions[:num_rows].numpy()[:] = positions
+        self._seq_lens[:num_rows].numpy()[:] = positions + 1
+        slot_mapping = self._slot_mapping[:num_rows]
+        slot_mapping.numpy()[:] = blocks[rows, positions // block_size] * block_size + positions % block_size
+        common = CommonAttentionMetadata(
+            query_start_loc=self._query_start_loc[: num_rows + 1],
+            query_start_loc_cpu=self._query_start_loc[: num_rows + 1],
+            seq_lens=self._seq_lens[:num_rows],
+            num_reqs=num_rows,
+            num_actual_tokens=num_rows,
+            max_query_len=1,
+            max_seq_len=int(positions.max()) + 1,
+            block_table_tensor=torch.from_numpy(blocks[rows]),
+            slot_mapping=slot_mapping,
+        )
+        if self._runner.lora_config:
+            # The target's last forward left its own token-to-adapter mapping; drafting rows have no adapter.
+            self._runner._set_active_loras((0,) * num_rows, (0,) * num_rows, set())
+        metadata = self._builder.build(0, common)
+        self._context.attn_metadata = dict.fromkeys(self._layer_names, metadata)
+        self._context.slot_mapping = dict.fromkeys(self._layer_names, slot_mapping)
+        drafted, confidence = self._step(
+            self._input_ids[:num_rows], self._positions[:num_rows], self._context_of(rows, offset)
+        )
+        self.step_times.append((num_rows, (time.perf_counter() - began) * 1e3))
+        return drafted.numpy(), None if confidence is None else confidence.numpy()
+
+    def _context_of(self, rows: np.ndarray, offset: int) -> torch.Tensor | None:
+        if self._produced_bonus is None:
+            return None
+        if offset == 0:
+            self._round_context = self._step.round_context(self._produced_bonus)
+        if self._round_context is None or len(rows) == len(self._bonus_positions):
+            return self._round_context
+        return self._round_context[torch.from_numpy(rows)]
+
+
+def _attention_group(runner: Any, layer_names: list[str]) -> tuple[int, Any]:
+    """Return (KV-cache group id, attention group) holding all these layers.
+
+    Raises:
+        ValueError: they are spread over several groups, so that one block table would not do.
+    """
+    for group_id, groups in enumerate(runner.attn_groups):
+        for group in groups:
+            if set(layer_names) <= set(group.layer_names):
+                return group_id, group
+    raise ValueError("eesd: the drafted layers are in different KV-cache groups (mixed attention kinds); not supported")
