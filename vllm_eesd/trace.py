@@ -2,9 +2,10 @@
 
 A file holds JSON lines, compressed if its name ends in .gz. The first is the header:
 
-    {"format": "eesd-trace", "version": 1, "model": ..., "workload": ..., "num_speculative_tokens": K, "costs": {...}}
+    {"format": "eesd-trace", "version": 1, "model": ..., "workload": ..., "num_speculative_tokens": K,
+     "prior": [alpha, beta], "costs": {...}}
 
-with `costs` as `vllm_eesd.policy.costs.CostModel.state` gives them (may be empty). Every further line is a request:
+with `prior` the exit head's and `costs` as `vllm_eesd.policy.costs.CostModel.state` gives them; both may be left out. Every further line is a request:
 
     {"matches": [T numbers], "confidences": [T * K numbers]}
 
@@ -53,6 +54,7 @@ class DenseTrace:
         num_speculative_tokens: K.
         costs: `CostModel.state()` of the recording, or empty.
         requests: in the order they were served.
+        prior: alpha and beta that a request's posterior starts from.
     """
 
     model: str
@@ -60,6 +62,7 @@ class DenseTrace:
     num_speculative_tokens: int
     costs: dict[str, Any]
     requests: list[RequestTrace]
+    prior: tuple[float, float] = (1.0, 1.0)
 
 
 def write_trace(path: str | os.PathLike, trace: DenseTrace) -> None:
@@ -70,6 +73,7 @@ def write_trace(path: str | os.PathLike, trace: DenseTrace) -> None:
         "model": trace.model,
         "workload": trace.workload,
         "num_speculative_tokens": trace.num_speculative_tokens,
+        "prior": list(trace.prior),
         "costs": trace.costs,
     }
     lines = [header]
@@ -103,7 +107,10 @@ def read_trace(path: str | os.PathLike) -> DenseTrace:
         requests = []
         for number, line in enumerate(lines[1:], start=2):  # noqa: B007  named in the error
             requests.append(_request(json.loads(line), num_tokens))
-        return DenseTrace(header["model"], header["workload"], num_tokens, header.get("costs") or {}, requests)
+        costs, prior = header.get("costs") or {}, tuple(header.get("prior") or (1.0, 1.0))
+        if len(prior) != 2 or not all(isinstance(count, (int, float)) and count > 0 for count in prior):
+            raise ValueError(f"prior={list(prior)}, must be two numbers above 0")
+        return DenseTrace(header["model"], header["workload"], num_tokens, costs, requests, prior)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         reason = " ".join(str(error).split())
         raise ValueError(f"{path}: line {number} is not a trace's ({type(error).__name__}: {reason})") from None
