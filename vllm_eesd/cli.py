@@ -42,6 +42,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_demo(commands)
     _add_bench(commands)
     _add_distill(commands)
+    _add_simulate(commands)
     _add_doctor(commands)
     return parser
 
@@ -126,6 +127,18 @@ def _add_distill(commands) -> None:
     distill.add_argument("--work", metavar="DIR", help="checkpoints to resume from and write to")
     distill.add_argument("--json", metavar="OUT", help="write the training record")
     distill.set_defaults(implementation="vllm_eesd.distill.run:run")
+
+
+def _add_simulate(commands) -> None:
+    simulate = commands.add_parser("simulate", help="replay recorded acceptance under every draft-length policy")
+    simulate.add_argument("traces", nargs="+", metavar="TRACE", help="dense traces; of several also their mixture")
+    simulate.add_argument("--policies", type=_words, metavar="P,...", help="comma-separated (default: all)")
+    simulate.add_argument("--cost-scale", metavar="draft=F,verify=F", help="multiply costs of drafting, verification")
+    simulate.add_argument("--batch", type=_positive, default=1, metavar="B", help="requests at once (default 1)")
+    simulate.add_argument("--seed", type=int, default=0, help="of policies and timing noise (default 0)")
+    simulate.add_argument("--json", metavar="OUT", help="write a JSON list of rows")
+    simulate.add_argument("--plot", metavar="PNG", help="goodput, regret and lengths (needs the extra [simulate])")
+    simulate.set_defaults(implementation="vllm_eesd.simulate.run:run")
 
 
 def _add_doctor(commands) -> None:

@@ -18,7 +18,7 @@ class EESDConfig(BaseModel):
         exit_layer: N, the target layers a draft runs through, 0 < N < L; None takes the head's own.
         num_speculative_tokens: the longest draft, in tokens; the policy may stop earlier.
         policy: how the draft length is chosen, see `vllm_eesd.policy`.
-        policy_args: keyword arguments of that policy.
+        policy_args: settings of that policy, and of all: `prior_key` ("none" or "lora") and `state_file`.
         draft_sample_method: "greedy" drafts the most probable token, verified as one-hot.
         seed: seed of the policy's own random generator (independent of sampling).
     Source: arXiv 2406.03853, sections 3.1 and 3.3.
@@ -29,7 +29,7 @@ class EESDConfig(BaseModel):
     model: str | None = None
     exit_layer: int | None = Field(None, ge=1)
     num_speculative_tokens: int = Field(8, ge=1, le=MAX_SPECULATIVE_TOKENS)
-    policy: Literal["beta_ts", "fixed", "goodput"] = "beta_ts"
+    policy: Literal["adaedl", "beta_ts", "calibrated_ts", "confidence", "draft_verify", "fixed", "goodput"] = "beta_ts"
     policy_args: dict[str, Any] = Field(default_factory=dict)
     draft_sample_method: Literal["greedy"] = "greedy"
     seed: int = Field(0, ge=0)

@@ -9,7 +9,7 @@ import pytest
 REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE = "vllm_eesd"
 
-CORE = {"config", "policy", "stats", "drafting", "exit_head", "verify", "kernels", "request_options"}
+CORE = {"config", "policy", "stats", "trace", "drafting", "exit_head", "verify", "kernels", "request_options"}
 # Part -> parts of this package that it may import, besides itself and the bare package (its version).
 ALLOWED_PARTS = {
     "__init__": {"config"},
@@ -17,6 +17,7 @@ ALLOWED_PARTS = {
     "kernels": set(),
     "policy": {"config"},
     "stats": {"config"},
+    "trace": {"config"},
     "drafting": CORE,
     "request_options": {"config"},
     "exit_head": CORE,

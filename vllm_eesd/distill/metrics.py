@@ -36,17 +36,17 @@ def evaluate(target: Target, head: ExitHead, windows: Tensor, first: int = 0) ->
     leading = torch.zeros(depth, dtype=torch.float64)
     for rows in windows.split(max(1, CHUNK_LOGITS // (seq_len * target.config.vocab_size))):
         exit_hidden, target_hidden, rotary = target(rows.to(device))
-        target_logprobs = target.lm_head(target_hidden).log_softmax(-1)
-        target_ids = target_logprobs.argmax(-1)
+        target_logits = target.lm_head(target_hidden)
+        target_ids = target_logits.argmax(-1)
         # A draft sees what was known when its round began: every position begins a round in one of `depth` passes.
         for phase in range(depth):
             starts = torch.arange(first + phase, seq_len, depth, device=device)
             draft_hidden = head(exit_hidden, target_hidden, rotary, _block_starts(starts, seq_len))
-            draft_logprobs = target.lm_head(draft_hidden).log_softmax(-1)
-            p, q = target_logprobs[:, starts], draft_logprobs[:, starts]
+            draft_logits = target.lm_head(draft_hidden)
+            p, q = target_logits[:, starts].log_softmax(-1), draft_logits[:, starts].log_softmax(-1)
             kl += (p.exp() * (p - q)).sum(dtype=torch.float64).item()
             overlap += torch.minimum(p.exp(), q.exp()).sum(dtype=torch.float64).item()
-            match = (target_ids == draft_logprobs.argmax(-1))[:, first + phase :]
+            match = (target_ids == draft_logits.argmax(-1))[:, first + phase :]
             agreed += match[:, ::depth].sum().item()
             num_first += len(rows) * len(starts)
             rounds = match[:, : match.shape[1] // depth * depth].unflatten(1, (-1, depth))

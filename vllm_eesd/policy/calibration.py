@@ -27,7 +27,7 @@ NUM_BINS = len(EDGES) + 1
 #: Outcomes a cell remembers: older ones fade, so that a new workload is learned.
 MEMORY = 2000.0
 #: Pseudo-counts with which a cell leans on its bin at all positions, a bin on its centre, a position on the one before.
-SMOOTHING = 8.0
+SMOOTHING = 16.0
 #: Recomputing the smoothed tables after every round would cost more than it teaches.
 REFRESH_ROUNDS = 16
 MAX_FILE_BYTES = 1 << 20

@@ -78,7 +78,7 @@ class CostModel:
         key = "verify", num_reqs, max_drafts
         if key not in self._curves:
             curve = self._verification(num_reqs, np.arange(max_drafts + 1))
-            curve[1:] += self._round_overhead(num_reqs, curve[0])
+            curve[1:] += self.round_ms(num_reqs)
             self._curves[key] = curve
         return self._curves[key]
 
@@ -120,10 +120,11 @@ class CostModel:
             xs, ys = np.r_[0, xs], np.r_[min(plain_ms, ys[0]), ys]
         return plain_ms + _interpolate(num_drafts, xs, ys - ys[0], default_slope=slope)
 
-    def _round_overhead(self, num_reqs: int, plain_ms: float) -> float:
+    def round_ms(self, num_reqs: int) -> float:
+        """Return what a drafted round costs besides its draft steps."""
         points = self._draft_round.curve()
         if points is None:
-            return DEFAULT_ROUND_RATIO * plain_ms
+            return DEFAULT_ROUND_RATIO * float(self._verification(num_reqs, np.zeros(1))[0])
         return float(_interpolate(np.array([num_reqs]), *points, default_slope=0.0)[0])
 
     def state(self) -> dict[str, Any]:

@@ -14,10 +14,17 @@ from vllm_eesd.policy.guard import Guard
 from vllm_eesd.policy.posterior import BetaPosterior
 from vllm_eesd.policy.protocol import DraftLengthPolicy
 
-#: What a request's outcomes count for after one more round: about ten rounds are remembered.
-DISCOUNT = 0.9
+#: What a request's outcomes count for after one more round: about fourteen rounds are remembered.
+DISCOUNT = 0.93
 #: Outcomes from which the prior of new requests is learned, and the pseudo-counts that prior weighs.
 PRIOR_MEMORY, PRIOR_WEIGHT = 100.0, 4.0
+#: Share of a Thompson draw's distance from the posterior's mean that is kept: enough to leave a wrong belief soon, and
+#: half the noise in decisions.
+TEMPER = 0.5
+#: How much a request's own log-odds of acceptance, relative to the average, move those its confidences show.
+REQUEST_WEIGHT = 0.5
+#: A probe takes the rows with the most hope, in standard deviations of their posterior, and at most so many.
+OPTIMISM, MAX_PROBES = 1.5, 8
 #: Memory of the measured speed-up, in rounds.
 SPEEDUP_ROUNDS = 32
 #: A batch size never seen without drafts gets plain rounds first, then one in so many: the unit of all comparisons.
@@ -63,9 +70,10 @@ class Goodput(DraftLengthPolicy):
         max_num_reqs = posterior.max_num_reqs
         self._limits = np.zeros(max_num_reqs, dtype=np.int64)
         self._survival = np.ones(max_num_reqs)
+        #: Odds of a request's draft tokens relative to those of all requests with the same confidence.
+        self._own_odds = np.ones(max_num_reqs)
         #: chain[slot, j]: the chance, seen from the round's start, that tokens 1..j are all accepted.
         self._chain = np.ones((max_num_reqs, MAX_SPECULATIVE_TOKENS + 1))
-        self._probing = False
 
     def reset(self, slots: np.ndarray, keys: Sequence[str] | None = None) -> None:
         super().reset(slots, keys)
@@ -74,7 +82,6 @@ class Goodput(DraftLengthPolicy):
     def begin_round(self, slots: np.ndarray, limits: np.ndarray) -> None:
         num_rows, longest = len(slots), int(limits.max(initial=0))
         self._rounds += 1
-        self._probing = False
         self._num_drafts = 0
         self._limits[slots], self._survival[slots] = limits, 1.0
         self._longest = longest
@@ -84,7 +91,10 @@ class Goodput(DraftLengthPolicy):
         samples = self.costs.plain_samples(num_rows)
         self._wants_plain = samples < PLAIN_SAMPLES and self._rounds % 2 or self._rounds % PLAIN_EVERY == 0
         if longest and not self._wants_plain:
-            theta = self.posterior.draw(slots, self._generator)
+            mean = self.posterior.mean(slots)
+            theta = mean + TEMPER * (self.posterior.draw(slots, self._generator) - mean)
+            average = self.calibration.mean_rate
+            self._own_odds[slots] = (mean / (1 - mean) * (1 - average) / average) ** REQUEST_WEIGHT
             self._chain[slots, 1 : longest + 1] = theta[:, None] ** self._exponents(longest)
 
     def _exponents(self, longest: int) -> np.ndarray:
@@ -97,12 +107,14 @@ class Goodput(DraftLengthPolicy):
             return self._first_token(slots)
         self.remember(slots, num_drafted, confidence)
         self._num_drafts += len(slots)
-        if self._probing or num_drafted >= self._longest:
+        if num_drafted >= self._longest:
             return np.zeros(len(slots), dtype=bool)
         if confidence is None:
             self._survival[slots] = self._chain[slots, num_drafted]
         else:
-            self._survival[slots] *= self.calibration.acceptance(confidence, num_drafted - 1)
+            rate = self.calibration.acceptance(confidence, num_drafted - 1)
+            odds = rate / (1 - rate) * self._own_odds[slots]
+            self._survival[slots] *= odds / (1 + odds)
         return self._worthwhile(slots, num_drafted)
 
     def _first_token(self, slots: np.ndarray) -> np.ndarray:
@@ -114,13 +126,25 @@ class Goodput(DraftLengthPolicy):
             if rows.any():
                 self.guard.paid()
                 return rows
-        # A probe drafts one token for one request: what it costs at most, in tokens.
-        cost = len(slots) * ((self._verify[1] + self._draft[1]) / self._verify[0] - 1)
-        if self.guard.may_probe(cost):
-            self._probing = True
-            self.guard.probed(cost)
-            nobody[np.argmax(np.where(self._limits[slots] > 0, self._chain[slots, 1], -1.0))] = True
-        return nobody
+        return self._probe(slots) if self.guard.may_probe() else nobody
+
+    def _probe(self, slots: np.ndarray) -> np.ndarray:
+        """Return the rows that draft a first token only to learn: the most promising few whose loss is affordable."""
+        num_rows = len(slots)
+        alpha, beta = self.posterior.parameters(slots)
+        mean = alpha / (alpha + beta)
+        hope = mean + OPTIMISM * np.sqrt(mean * (1 - mean) / (alpha + beta + 1))
+        rows = np.argsort(-np.where(self._limits[slots] > 0, hope, -1.0), kind="stable")
+        rows = rows[: min(MAX_PROBES, int((self._limits[slots] > 0).sum()))]
+        many = np.arange(1, len(rows) + 1)
+        cost = num_rows * ((self._verify[many] + self._draft[many]) / self._verify[0] - 1)
+        loss = cost - np.cumsum(mean[rows])
+        affordable = np.flatnonzero(cost <= self.guard.credit)
+        probed = np.zeros(num_rows, dtype=bool)
+        if len(affordable):
+            probed[rows[: affordable[-1] + 1]] = True
+            self.guard.probed(num_rows, loss[affordable[-1]])
+        return probed
 
     def _worthwhile(self, slots: np.ndarray, num_drafted: int) -> np.ndarray:
         """Return the rows that draft one more, none if no number of further steps pays for itself."""

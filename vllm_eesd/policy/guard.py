@@ -8,8 +8,8 @@ import numpy as np
 REQUEST_ALLOWANCE = 2.0
 #: The most credit kept, in tokens per request of the batch: gains of an easy hour do not pay for a long losing streak.
 MAX_CREDIT = 8.0
-#: Each fruitless probe makes the next one wait longer, by this factor and up to this many times its first wait.
-BACKOFF, MAX_BACKOFF = 2.0, 8.0
+#: Rounds until the next probe: twice as many after each fruitless one, up to this many times what the budget allows.
+FIRST_WAIT, MAX_BACKOFF = 2.0, 8.0
 
 
 class Guard:
@@ -26,28 +26,31 @@ class Guard:
     def __init__(self, probe_budget: float) -> None:
         self.probe_budget = probe_budget
         self.credit = 0.0
-        self._backoff = 1.0
         self._wait = 0.0
+        self._next_wait = FIRST_WAIT
 
     def admit(self, num_reqs: int) -> None:
-        """Count new requests: each brings its allowance."""
+        """Count new requests: each brings its allowance, and is worth a probe."""
         self.credit += REQUEST_ALLOWANCE * num_reqs
+        self._wait = 0.0
 
     def may_draft(self) -> bool:
+        """Return whether drafting may go on."""
         return self.credit > 0.0
 
-    def may_probe(self, cost: float) -> bool:
-        """Return whether a probe that may lose `cost` tokens is due."""
-        return self.credit >= cost and self._wait <= 0.0
+    def may_probe(self) -> bool:
+        """Return whether the last probe lies far enough back."""
+        return self._wait <= 0.0
 
-    def probed(self, cost: float) -> None:
-        """Start the wait for the next probe: the time in which the budget earns this one, longer while none pays."""
-        self._wait = self._backoff * cost / self.probe_budget
-        self._backoff = min(self._backoff * BACKOFF, MAX_BACKOFF)
+    def probed(self, num_reqs: int, loss: float) -> None:
+        """Start the wait for the next probe; `loss` is what this one is expected to cost, in tokens."""
+        self._wait = self._next_wait
+        longest = MAX_BACKOFF * max(loss, 0.0) / (self.probe_budget * num_reqs)
+        self._next_wait = max(FIRST_WAIT, min(2 * self._next_wait, longest))
 
     def paid(self) -> None:
-        """The policy drafts of its own accord: the next dry spell starts with eager probes."""
-        self._backoff = 1.0
+        """Drafting is worth it again: the next dry spell starts with eager probes."""
+        self._next_wait = FIRST_WAIT
 
     def settle(self, num_reqs: int, cost: float, num_tokens: int) -> None:
         """Enter one round.
@@ -58,7 +61,7 @@ class Guard:
             num_tokens: tokens emitted.
         """
         income = self.probe_budget * num_reqs
-        self._wait -= num_reqs
+        self._wait -= 1.0
         self.credit = float(
             np.clip(self.credit + income - (num_reqs * cost - num_tokens), -np.inf, MAX_CREDIT * num_reqs)
         )

@@ -11,6 +11,7 @@ from vllm_eesd.config import MAX_SPECULATIVE_TOKENS
 from vllm_eesd.policy.calibration import Calibration
 from vllm_eesd.policy.costs import CostModel
 from vllm_eesd.policy.posterior import BetaPosterior
+from vllm_eesd.policy.state import save_state
 
 
 class DraftLengthPolicy:
@@ -33,10 +34,14 @@ class DraftLengthPolicy:
         ARGS: names allowed in `policy_args`.
         needs_confidence: whether `draft_more` wants the confidence of the last drafted token.
         confidences: [max_num_reqs, MAX_SPECULATIVE_TOKENS] float32, of each slot's current draft; NaN if unknown.
+        keyed_by_lora: whether requests of different LoRA adapters start from different learned priors.
+        state_file: where learned state is kept over restarts; None: nowhere.
     """
 
     ARGS: ClassVar[tuple[str, ...]] = ()
-    needs_confidence: ClassVar[bool] = False
+    needs_confidence: bool = False
+    keyed_by_lora: bool = False
+    state_file: str | None = None
 
     def __init__(
         self,
@@ -56,9 +61,9 @@ class DraftLengthPolicy:
 
         Args:
             slots: [num_rows] int64, distinct.
-            keys: whose learned prior each request starts from (say, its LoRA adapter's name); None: one for all.
+            keys: the name of each request's LoRA adapter, "" for none; used if `keyed_by_lora`.
         """
-        self.posterior.reset(slots, keys)
+        self.posterior.reset(slots, keys if self.keyed_by_lora else None)
         self.confidences[slots] = np.nan
 
     def begin_round(self, slots: np.ndarray, limits: np.ndarray) -> None:
@@ -98,6 +103,15 @@ class DraftLengthPolicy:
         longest = int(num_verified.max(initial=0))
         if longest:
             self.calibration.observe(self.confidences[slots, :longest], num_verified, num_accepted, shares)
+
+    def save_state(self) -> None:
+        """Write what was learned to `state_file`, if there is one: from time to time, and at the end.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        if self.state_file is not None:
+            save_state(self.state_file, self.posterior, self.calibration)
 
     def remember(self, slots: np.ndarray, num_drafted: int, confidence: np.ndarray | None) -> None:
         """Keep the confidence of draft token `num_drafted`, for `observe`."""

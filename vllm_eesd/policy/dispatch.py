@@ -1,0 +1,77 @@
+"""A policy per request: every row of a round goes to the policy its request asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from vllm_eesd.policy.protocol import DraftLengthPolicy
+
+
+class Dispatch(DraftLengthPolicy):
+    """Sends rows to named policies, each with its own posterior and generator; they share costs and calibration.
+
+    Every policy sees only its own rows, so one that weighs a batch as a whole takes the others' rows for no cost.
+
+    Args:
+        default: name of the policy for requests that ask for none.
+        build: makes a policy from its name, called at a name's first use; all must know equally many slots and share
+            one `CostModel` and one `Calibration`.
+    """
+
+    def __init__(self, default: str, build: Callable[[str], DraftLengthPolicy]) -> None:
+        self._build = build
+        self._policies = {default: build(default)}
+        first = self._policies[default]
+        self.posterior, self.costs, self.calibration = first.posterior, first.costs, first.calibration
+        self._names = [default]
+        self._choice = np.zeros(first.posterior.max_num_reqs, dtype=np.int64)
+
+    @property
+    def needs_confidence(self) -> bool:
+        return any(policy.needs_confidence for policy in self._policies.values())
+
+    def choose(self, slots: np.ndarray, names: Sequence[str | None]) -> None:
+        """Set which policy these new requests use, before `reset`; None is the default.
+
+        Raises:
+            ValueError: no such policy; nothing is changed.
+        """
+        for name in names:
+            if name is not None and name not in self._policies:
+                self._policies[name] = self._build(name)
+                self._names.append(name)
+        self._choice[slots] = [0 if name is None else self._names.index(name) for name in names]
+
+    def reset(self, slots: np.ndarray, keys: Sequence[str] | None = None) -> None:
+        for policy, rows in self._split(slots):
+            policy.reset(slots[rows], None if keys is None else [keys[row] for row in rows])
+
+    def begin_round(self, slots: np.ndarray, limits: np.ndarray) -> None:
+        for policy, rows in self._split(slots):
+            policy.begin_round(slots[rows], limits[rows])
+
+    def draft_more(self, slots: np.ndarray, num_drafted: int, confidence: np.ndarray | None) -> np.ndarray:
+        going_on = np.zeros(len(slots), dtype=bool)
+        for policy, rows in self._split(slots):
+            going_on[rows] = policy.draft_more(
+                slots[rows], num_drafted, None if confidence is None else confidence[rows]
+            )
+        return going_on
+
+    def observe(
+        self, slots: np.ndarray, num_verified: np.ndarray, num_accepted: np.ndarray, shares: np.ndarray | None = None
+    ) -> None:
+        for policy, rows in self._split(slots):
+            policy.observe(
+                slots[rows], num_verified[rows], num_accepted[rows], None if shares is None else shares[rows]
+            )
+
+    def save_state(self) -> None:
+        self._policies[self._names[0]].save_state()
+
+    def _split(self, slots: np.ndarray) -> list[tuple[DraftLengthPolicy, np.ndarray]]:
+        """(policy, row numbers) of every policy that has rows."""
+        choice = self._choice[slots]
+        return [(self._policies[self._names[i]], np.flatnonzero(choice == i)) for i in np.unique(choice)]

@@ -1,0 +1,67 @@
+"""What outlives a restart: learned priors and the calibration, in one JSON file."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import tempfile
+from pathlib import Path
+
+from vllm_eesd.policy.calibration import Calibration
+from vllm_eesd.policy.posterior import BetaPosterior
+
+FORMAT, VERSION = "eesd-policy-state", 1
+MAX_FILE_BYTES = 1 << 20
+
+logger = logging.getLogger(__name__)
+
+
+def save_state(path: str | os.PathLike, posterior: BetaPosterior, calibration: Calibration) -> None:
+    """Write the state in one step: a reader sees the old file or the new one, whole.
+
+    Raises:
+        OSError: the directory cannot be written.
+    """
+    path = Path(path)
+    state = {
+        "format": FORMAT,
+        "version": VERSION,
+        "priors": posterior.state(),
+        "calibration": calibration.state(),
+    }
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            json.dump(state, file, separators=(",", ":"))
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def load_state(path: str | os.PathLike, posterior: BetaPosterior, calibration: Calibration) -> bool:
+    """Take over the state in a file; return whether there was one.
+
+    A file that is damaged or of another version is ignored with a warning: what it holds is learned again.
+    """
+    path = Path(path)
+    if not path.exists():
+        return False
+    try:
+        if path.stat().st_size > MAX_FILE_BYTES:
+            raise ValueError(f"{path.stat().st_size} bytes, a state has at most {MAX_FILE_BYTES}")
+        state = json.loads(path.read_text(encoding="utf-8"))
+        if (state["format"], state["version"]) != (FORMAT, VERSION):
+            raise ValueError(f"format and version must be {FORMAT!r} and {VERSION}")
+        # Both are tried on scratch copies first, so that half a damaged file changes nothing.
+        Calibration().restore(state["calibration"])
+        BetaPosterior(1).restore(state["priors"])
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        logger.warning("eesd: policy_args.state_file %s is ignored: %s", path, " ".join(str(error).split()))
+        return False
+    calibration.restore(state["calibration"])
+    posterior.restore(state["priors"])
+    return True

@@ -1,0 +1,1 @@
+"""Replay of dense traces: what every policy would have done on the same recorded acceptance."""

@@ -1,0 +1,169 @@
+"""The replay: continuous batching over recorded requests, one decision maker, the world's costs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from vllm_eesd.drafting import draft_round
+from vllm_eesd.policy import DraftLengthPolicy
+from vllm_eesd.simulate.world import World
+from vllm_eesd.trace import DenseTrace
+
+
+@dataclass
+class Batch:
+    """The requests that decode in one step.
+
+    Attributes:
+        slots: [num_rows] int64, the policy's slot of each.
+        new: [num_rows] bool, whether the slot's request has just begun.
+        limits: [num_rows] int64, the longest draft each may have.
+        matches: [num_rows] int64, how many tokens of a longest draft would be accepted; for hindsight only.
+        confidences: [num_rows, K] float32.
+    """
+
+    slots: np.ndarray
+    new: np.ndarray
+    limits: np.ndarray
+    matches: np.ndarray
+    confidences: np.ndarray
+
+
+class Drafter(Protocol):
+    """Decides drafts in a replay."""
+
+    def draft(self, batch: Batch, world: World) -> tuple[np.ndarray, np.ndarray]:
+        """Return ([num_rows] tokens drafted, [num_rows] of those submitted for verification)."""
+
+    def observe(self, batch: Batch, num_verified: np.ndarray, num_accepted: np.ndarray, ms: float) -> None:
+        """Take in the step's outcome and its true time."""
+
+
+@dataclass
+class Replay:
+    """What happened, step by step.
+
+    Attributes:
+        ms: true time of each step.
+        plain_ms: what a plain step of the same batch would have taken.
+        tokens: emitted in each step.
+        num_reqs: requests in each step.
+        draft_lengths: of every request in every step.
+    """
+
+    ms: list[float] = field(default_factory=list)
+    plain_ms: list[float] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    num_reqs: list[int] = field(default_factory=list)
+    draft_lengths: list[int] = field(default_factory=list)
+
+    @property
+    def goodput_vs_plain(self) -> float:
+        """Emitted tokens per time, relative to a replay without drafts whose batches are as full."""
+        plain = np.array(self.plain_ms) * np.array(self.tokens) / np.array(self.num_reqs)
+        return float(plain.sum() / np.sum(self.ms))
+
+    @property
+    def mean_draft_length(self) -> float:
+        return float(np.mean(self.draft_lengths))
+
+
+def replay(
+    trace: DenseTrace, drafter: Drafter, world: World, batch_size: int = 1, max_draft: int | None = None
+) -> Replay:
+    """Return what `drafter` makes of a trace.
+
+    Args:
+        trace: recorded requests, served in order; a request that ends makes room for the next.
+        drafter: decides; sees outcomes only after its decisions.
+        world: true costs.
+        batch_size: requests that decode at once.
+        max_draft: the longest draft; None: the trace's.
+    """
+    longest = trace.num_speculative_tokens if max_draft is None else max_draft
+    waiting = [request for request in reversed(trace.requests) if len(request.matches)]
+    running: list = [None] * batch_size
+    position = np.zeros(batch_size, dtype=np.int64)
+    result = Replay()
+    while True:
+        new = np.zeros(batch_size, dtype=bool)
+        for slot in range(batch_size):
+            if running[slot] is None and waiting:
+                running[slot], position[slot], new[slot] = waiting.pop(), 0, True
+        slots = np.array([slot for slot in range(batch_size) if running[slot] is not None], dtype=np.int64)
+        if not len(slots):
+            return result
+        remaining = np.array([len(running[slot].matches) - position[slot] for slot in slots])
+        batch = Batch(
+            slots=slots,
+            new=new[slots],
+            limits=np.minimum(longest, remaining - 1),
+            matches=np.array([running[slot].matches[position[slot]] for slot in slots]),
+            confidences=np.stack([running[slot].confidences[position[slot]] for slot in slots]),
+        )
+        emitted = _step(batch, drafter, world, result)
+        position[slots] += emitted
+        for slot in slots:
+            if position[slot] >= len(running[slot].matches):
+                running[slot] = None
+
+
+def _step(batch: Batch, drafter: Drafter, world: World, result: Replay) -> np.ndarray:
+    """Run one step; return the tokens each row emitted."""
+    num_reqs = len(batch.slots)
+    num_drafted, num_verified = drafter.draft(batch, world)
+    num_accepted = np.minimum(num_verified, batch.matches)
+    ms = world.verify_ms(num_reqs, int(num_verified.sum()))
+    if num_drafted.any():
+        ms += world.draft_round_ms(num_reqs)
+        ms += sum(world.draft_step_ms(int((num_drafted > k).sum())) for k in range(num_drafted.max()))
+    drafter.observe(batch, num_verified, num_accepted, ms)
+    result.ms.append(ms)
+    result.plain_ms.append(world.plain_ms(num_reqs))
+    result.tokens.append(num_reqs + int(num_accepted.sum()))
+    result.num_reqs.append(num_reqs)
+    result.draft_lengths.extend(num_drafted.tolist())
+    return num_accepted + 1
+
+
+class PolicyDrafter:
+    """A policy in a replay, driven by the same round loop as in the engine; it sees measurements only.
+
+    Args:
+        policy: fresh.
+    """
+
+    def __init__(self, policy: DraftLengthPolicy) -> None:
+        self.policy = policy
+
+    def draft(self, batch: Batch, world: World) -> tuple[np.ndarray, np.ndarray]:
+        if batch.new.any():
+            self.policy.reset(batch.slots[batch.new])
+        recorded = _RecordedDrafts(batch, self.policy, world)
+        drafts = draft_round(recorded, self.policy, batch.slots, np.zeros(len(batch.slots), np.int64), batch.limits)
+        num_drafted = np.array([len(draft) for draft in drafts])
+        if num_drafted.any():
+            self.policy.costs.observe_draft_round(len(drafts), world.measured(world.draft_round_ms(len(drafts))))
+        num_drafts = int(num_drafted.sum())
+        ms = world.measured(world.verify_ms(len(drafts), num_drafts))
+        self.policy.costs.observe_verify(len(drafts), len(drafts) + num_drafts, ms)
+        return num_drafted, num_drafted
+
+    def observe(self, batch: Batch, num_verified: np.ndarray, num_accepted: np.ndarray, ms: float) -> None:
+        self.policy.observe(batch.slots, num_verified, num_accepted)
+
+
+class _RecordedDrafts:
+    """The draft model of a replay: recorded confidences, and measured times for the cost model."""
+
+    def __init__(self, batch: Batch, policy: DraftLengthPolicy, world: World) -> None:
+        self._batch, self._policy, self._world = batch, policy, world
+
+    def step(self, rows: np.ndarray, offset: int, token_ids: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
+        ms = self._world.measured(self._world.draft_step_ms(len(rows)))
+        self._policy.costs.observe_draft_step(len(rows), ms)
+        confidence = self._batch.confidences[rows, offset] if self._policy.needs_confidence else None
+        return token_ids, confidence
