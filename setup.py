@@ -43,7 +43,7 @@ setup(
         "gpu": ["vllm==0.32.0"],
         "distill": ["torch>=2.11", "transformers>=5.16"],
         "simulate": ["matplotlib>=3.8"],
-        "test": ["hypothesis>=6.100", "matplotlib>=3.8", "pytest>=8"],
+        "test": ["hypothesis>=6.100", "matplotlib>=3.8", "pytest>=8", "scipy>=1.11"],
     },
     entry_points={
         "vllm.general_plugins": ["eesd = vllm_eesd.host.plugin:register"],
