@@ -42,6 +42,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_demo(commands)
     _add_bench(commands)
     _add_distill(commands)
+    _add_trace_record(commands)
     _add_simulate(commands)
     _add_doctor(commands)
     return parser
@@ -127,6 +128,22 @@ def _add_distill(commands) -> None:
     distill.add_argument("--work", metavar="DIR", help="checkpoints to resume from and write to")
     distill.add_argument("--json", metavar="OUT", help="write the training record")
     distill.set_defaults(implementation="vllm_eesd.distill.run:run")
+
+
+def _add_trace_record(commands) -> None:
+    record = commands.add_parser("trace-record", help="record what drafts are worth at every position, for simulate")
+    record.add_argument("--model", required=True, metavar="M", help="target: a directory or a Hub id")
+    record.add_argument("--head", metavar="H", help="exit head; default: eesd/ in the target's directory")
+    record.add_argument("--prompts", required=True, metavar="FILE", help="JSONL with a `prompt` a line")
+    record.add_argument("--workload", required=True, metavar="NAME", help="what the prompts are, for tables")
+    record.add_argument("--max-tokens", type=_positive, default=128, metavar="T", help="per prompt (default 128)")
+    record.add_argument("--temperature", type=float, default=0.0, help="of the target (default 0, greedy)")
+    record.add_argument("--num-speculative-tokens", type=int, default=8, metavar="K", help="drafted (default 8)")
+    record.add_argument(
+        "--batch", type=_positive_list, default=[1, 4, 8], help="batch sizes whose steps to time (default 1,4,8)"
+    )
+    record.add_argument("-o", "--output", required=True, metavar="TRACE", help="file to write, compressed if *.gz")
+    record.set_defaults(implementation="vllm_eesd.bench.trace_record:run")
 
 
 def _add_simulate(commands) -> None:

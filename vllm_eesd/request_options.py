@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm_eesd.config import MAX_SPECULATIVE_TOKENS
+from vllm_eesd.policy import POLICIES
 
 PREFIX = "eesd_"
 
@@ -18,10 +19,12 @@ class RequestOptions:
     Attributes:
         enabled: False drafts nothing for it (`eesd_enabled`).
         max_draft_tokens: the longest draft it may have; at most the engine's (`eesd_max_draft_tokens`).
+        policy: a policy of its own, with that one's default arguments; None is the engine's (`eesd_policy`).
     """
 
     enabled: bool = True
     max_draft_tokens: int = MAX_SPECULATIVE_TOKENS
+    policy: str | None = None
 
     @classmethod
     def parse(cls, extra_args: Mapping[str, Any] | None) -> RequestOptions:
@@ -54,5 +57,11 @@ def _read_length(key: str, value: Any) -> int:
     return int(value)
 
 
-_READERS = {"eesd_enabled": _read_flag, "eesd_max_draft_tokens": _read_length}
+def _read_policy(key: str, value: Any) -> str:
+    if not isinstance(value, str) or value not in POLICIES:
+        raise ValueError(f"{key}={value!r} is not valid, must be one of {', '.join(POLICIES)}")
+    return value
+
+
+_READERS = {"eesd_enabled": _read_flag, "eesd_max_draft_tokens": _read_length, "eesd_policy": _read_policy}
 _DEFAULT = RequestOptions()

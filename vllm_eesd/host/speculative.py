@@ -62,9 +62,8 @@ class EESDSpeculativeConfig(SpeculativeConfig):
         return config
 
     def compute_hash(self) -> str:
-        """Return a hash with all that changes compiled graphs: where the KV fill sits, and what a draft step returns."""
-        parts = self.exit_head.head_type, self.exit_head.exit_layer, self.eesd.policy
-        return "-".join((super().compute_hash(), "eesd", *map(str, parts)))
+        """Return a hash with all that changes the target's compiled graph: where the exit layer's KV fill sits."""
+        return f"{super().compute_hash()}-eesd-{self.exit_head.head_type}-{self.exit_head.exit_layer}"
 
     def __repr__(self) -> str:
         return (

@@ -22,8 +22,9 @@ from vllm_eesd.host.draft_rows import DraftRows
 from vllm_eesd.host.exit_layer import HEAD_CLASSES, DraftStep, ExitHead
 from vllm_eesd.host.running_requests import RunningRequests
 from vllm_eesd.host.speculative import EESDSpeculativeConfig
-from vllm_eesd.policy import BetaPosterior, Calibration, CostModel, DraftLengthPolicy, build_policy
+from vllm_eesd.policy import BetaPosterior, Calibration, CostModel, Dispatch, DraftLengthPolicy, build_policy
 from vllm_eesd.stats import DraftStats
+from vllm_eesd.trace import DenseRecorder
 
 logger = init_logger("vllm.eesd")
 
@@ -45,6 +46,8 @@ class EarlyExitProposer:
         self.policy = _build_policy(config, max_num_reqs)
         self.stats = DraftStats(config.num_speculative_tokens)
         self._requests = RunningRequests(max_num_reqs, config.num_speculative_tokens, self.policy)
+        #: While set, drafts are recorded instead of verified.
+        self.recorder: DenseRecorder | None = None
         self._rows: DraftRows | None = None
         #: When the last round ended, and what its draft steps took: (rows, ms) each, and (rows, ms) of all the rest.
         self._round_ended = 0.0
@@ -66,7 +69,6 @@ class EarlyExitProposer:
                 target=target,
                 exit_layer=config.exit_layer,
                 head=head,
-                with_confidence=self.policy.needs_confidence,
             )
         self._layer_names = [layer.self_attn.attn.layer_name for layer in target.model.layers[: config.exit_layer]]
         if head is not None:
@@ -133,6 +135,9 @@ class EarlyExitProposer:
         steps = self._rows.step_times
         rest_ms = (self._round_ended - began) * 1e3 - sum(ms for _, ms in steps)
         self._draft_times = steps, (len(slots), rest_ms) if steps else None
+        if self.recorder is not None:
+            self.recorder.add(batch.req_ids, sampled_token_ids, drafts, self.policy.confidences_of(slots))
+            return [[] for _ in drafts]
         return drafts
 
     @staticmethod
@@ -190,10 +195,15 @@ class EarlyExitProposer:
             costs.observe_verify(num_reqs, num_tokens, verify_ms)
 
 
-def _build_policy(config: EESDSpeculativeConfig, max_num_reqs: int) -> DraftLengthPolicy:
+def _build_policy(config: EESDSpeculativeConfig, max_num_reqs: int) -> Dispatch:
     head, eesd = config.exit_head, config.eesd
-    posterior = BetaPosterior(max_num_reqs, head.prior.alpha, head.prior.beta)
     # Until measured: a draft step takes its layers' share of a plain step.
-    draft_ratio = (head.exit_layer + (head.head_type != "headless")) / head.verifier.num_hidden_layers
+    costs = CostModel((head.exit_layer + (head.head_type != "headless")) / head.verifier.num_hidden_layers)
     calibration = Calibration() if config.head_directory is None else Calibration.load(config.head_directory)
-    return build_policy(eesd.policy, posterior, eesd.seed, eesd.policy_args, CostModel(draft_ratio), calibration)
+
+    def build(name: str) -> DraftLengthPolicy:
+        posterior = BetaPosterior(max_num_reqs, head.prior.alpha, head.prior.beta)
+        args = eesd.policy_args if name == eesd.policy else {}
+        return build_policy(name, posterior, eesd.seed, args, costs, calibration)
+
+    return Dispatch(eesd.policy, build)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
+from vllm_eesd.trace import DenseRecorder
+
 
 class WorkerExtension:
     """Mixed into vLLM's worker by its own option `worker_extension_cls`."""
@@ -16,6 +18,21 @@ class WorkerExtension:
     def eesd_reset_stats(self) -> None:
         """Start counting from zero."""
         self.model_runner.drafter.stats.reset()
+
+    def eesd_costs(self) -> dict[str, Any]:
+        """Return what steps cost so far, `vllm_eesd.policy.CostModel.state`."""
+        return self.model_runner.drafter.policy.costs.state()
+
+    def eesd_record_dense(self) -> None:
+        """From now on draft from every position and verify nothing; wants a policy that drafts to the end."""
+        drafter = self.model_runner.drafter
+        drafter.recorder = DenseRecorder(drafter.num_speculative_tokens)
+
+    def eesd_take_dense(self) -> list[dict[str, Any]]:
+        """Stop that, and return the requests of `vllm_eesd.trace.DenseTrace` as plain mappings."""
+        recorder, self.model_runner.drafter.recorder = self.model_runner.drafter.recorder, None
+        requests = [] if recorder is None else recorder.requests()
+        return [{"matches": r.matches.tolist(), "confidences": r.confidences.tolist()} for r in requests]
 
     def eesd_take_rounds(self) -> list[dict[str, Any]]:
         """Return the rounds since the last call as plain mappings; the first call starts the recording."""

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from vllm_eesd.config import MAX_SPECULATIVE_TOKENS
 from vllm_eesd.policy.protocol import DraftLengthPolicy
 
 
@@ -68,10 +69,18 @@ class Dispatch(DraftLengthPolicy):
                 slots[rows], num_verified[rows], num_accepted[rows], None if shares is None else shares[rows]
             )
 
+    def confidences_of(self, slots: np.ndarray) -> np.ndarray:
+        confidences = np.empty((len(slots), MAX_SPECULATIVE_TOKENS), dtype=np.float32)
+        for policy, rows in self._split(slots):
+            confidences[rows] = policy.confidences[slots[rows]]
+        return confidences
+
     def save_state(self) -> None:
         self._policies[self._names[0]].save_state()
 
     def _split(self, slots: np.ndarray) -> list[tuple[DraftLengthPolicy, np.ndarray]]:
         """(policy, row numbers) of every policy that has rows."""
+        if len(self._names) == 1:
+            return [(self._policies[self._names[0]], np.arange(len(slots)))]
         choice = self._choice[slots]
         return [(self._policies[self._names[i]], np.flatnonzero(choice == i)) for i in np.unique(choice)]

@@ -104,6 +104,10 @@ class DraftLengthPolicy:
         if longest:
             self.calibration.observe(self.confidences[slots, :longest], num_verified, num_accepted, shares)
 
+    def confidences_of(self, slots: np.ndarray) -> np.ndarray:
+        """Return the confidences of these slots' current drafts, [num_rows, MAX_SPECULATIVE_TOKENS] float32."""
+        return self.confidences[slots]
+
     def save_state(self) -> None:
         """Write what was learned to `state_file`, if there is one: from time to time, and at the end.
 
