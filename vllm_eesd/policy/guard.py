@@ -49,8 +49,8 @@ class Guard:
         self._next_wait = max(FIRST_WAIT, min(2 * self._next_wait, longest))
 
     def paid(self) -> None:
-        """Drafting is worth it again: the next dry spell starts with eager probes."""
-        self._next_wait = FIRST_WAIT
+        """Drafting gained something, or is believed to: probe again at once, and eagerly from then on."""
+        self._wait, self._next_wait = 0.0, FIRST_WAIT
 
     def settle(self, num_reqs: int, cost: float, num_tokens: int) -> None:
         """Enter one round.
@@ -62,6 +62,8 @@ class Guard:
         """
         income = self.probe_budget * num_reqs
         self._wait -= 1.0
+        if num_reqs * cost < num_tokens:
+            self.paid()
         self.credit = float(
             np.clip(self.credit + income - (num_reqs * cost - num_tokens), -np.inf, MAX_CREDIT * num_reqs)
         )

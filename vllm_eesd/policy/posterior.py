@@ -18,8 +18,8 @@ class BetaPosterior:
     Of k verified drafts with a accepted, tokens 1..a are successes, token a + 1 (if a < k) is one failure and the
     rest are unobserved: a rejection says nothing of the tokens behind it.
 
-    Two things are off until a policy sets them. With `discount` < 1 a request's counts fade every round, drafts or not,
-    so that its posterior returns to the prior when nothing is observed. With `prior_memory` > 0 that prior's mean is
+    Three things are off until a policy sets them. With `discount` < 1 a request's counts fade every round that judged
+    drafts, with `idle_discount` < 1 every other round, so that its posterior returns to the prior. With `prior_memory` > 0 that prior's mean is
     learned, per key, from the last so many outcomes of all requests that share; its weight stays the given one.
 
     Args:
@@ -35,7 +35,7 @@ class BetaPosterior:
             raise ValueError(f"eesd: prior ({prior_alpha}, {prior_beta}) is not valid: both pseudo-counts must be > 0")
         self.max_num_reqs = max_num_reqs
         self.prior = (float(prior_alpha), float(prior_beta))
-        self.discount = 1.0
+        self.discount = self.idle_discount = 1.0
         self.prior_memory = 0.0
         self.prior_weight = sum(self.prior)
         self._counts = np.zeros((2, max_num_reqs))  # successes, failures
@@ -79,7 +79,8 @@ class BetaPosterior:
             shares: [num_rows] bool, which rows teach their key's prior; None: all.
         """
         outcome = np.stack([num_accepted, num_accepted < num_verified]).astype(np.float64)
-        self._counts[:, slots] = self._counts[:, slots] * self.discount + outcome
+        kept = np.where(num_verified > 0, self.discount, self.idle_discount)
+        self._counts[:, slots] = self._counts[:, slots] * kept + outcome
         if self.prior_memory:
             self._teach_priors(self._key[slots], outcome if shares is None else outcome * shares)
 
