@@ -5,7 +5,8 @@ A file holds JSON lines, compressed if its name ends in .gz. The first is the he
     {"format": "eesd-trace", "version": 1, "model": ..., "workload": ..., "num_speculative_tokens": K,
      "prior": [alpha, beta], "costs": {...}}
 
-with `prior` the exit head's and `costs` as `vllm_eesd.policy.costs.CostModel.state` gives them; both may be left out. Every further line is a request:
+with `prior` the exit head's and `costs` as `vllm_eesd.policy.costs.CostModel.state` gives them; both may be left out.
+Every further line is a request:
 
     {"matches": [T numbers], "confidences": [T * K numbers]}
 

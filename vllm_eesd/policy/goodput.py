@@ -28,10 +28,10 @@ OPTIMISM, MAX_PROBES = 1.5, 8
 #: Memory of the measured speed-up, in rounds: short, for a token gained saves time at the rate of the text at hand.
 SPEEDUP_ROUNDS = 10
 #: A draft step also buys its token's confidence, with which the next decision is better than the plan assumed here. It
-#: is worth so much of the time; in a batch of n, whose plan varies less, a n-th of that.
+#: is worth so much of the time; with n rows drafting, whose sum varies less, an n-th of that.
 OPTION_VALUE = 0.2
-#: A batch size never seen without drafts gets plain rounds first, then one in so many: the unit of all comparisons.
-PLAIN_SAMPLES, PLAIN_EVERY = 3, 256
+#: One round in so many is a plain one, and every other while too few were timed: the unit of all comparisons.
+PLAIN_EVERY = 256
 
 
 class Goodput(DraftLengthPolicy):
@@ -66,8 +66,8 @@ class Goodput(DraftLengthPolicy):
         super().__init__(posterior, seed, costs, calibration)
         if not isinstance(probe_budget, (int, float)) or not 0 < probe_budget <= 0.5:
             raise ValueError(f"eesd: policy_args.probe_budget={probe_budget!r} is not valid: above 0, at most 0.5")
-        posterior.discount, posterior.idle_discount = DISCOUNT, IDLE_DISCOUNT
-        posterior.prior_memory, posterior.prior_weight = PRIOR_MEMORY, PRIOR_WEIGHT
+        posterior.fade(DISCOUNT, IDLE_DISCOUNT)
+        posterior.learn_priors(PRIOR_MEMORY, PRIOR_WEIGHT)
         self.guard = Guard(probe_budget)
         self.speedup = 1.0
         self._rounds = 0
@@ -89,22 +89,21 @@ class Goodput(DraftLengthPolicy):
         self._num_drafts = 0
         self._limits[slots], self._survival[slots] = limits, 1.0
         self._longest = longest
-        self._verify = self.costs.verify_curve(num_rows, num_rows * MAX_SPECULATIVE_TOKENS)
-        self._draft = self.costs.draft_curve(num_rows)
+        self._verify, self._draft = self._curves(num_rows)
         self._rate = num_rows / self._verify[0] * max(self.speedup, 1.0)
-        samples = self.costs.plain_samples(num_rows)
-        self._wants_plain = samples < PLAIN_SAMPLES and self._rounds % 2 or self._rounds % PLAIN_EVERY == 0
+        self._wants_plain = self._rounds % (2 if self.costs.lacks_plain(num_rows) else PLAIN_EVERY) == 0
         if longest and not self._wants_plain:
-            mean = self.posterior.mean(slots)
-            theta = mean + TEMPER * (self.posterior.draw(slots, self._generator) - mean)
+            alpha, beta = self.posterior.parameters(slots)
+            mean = alpha / (alpha + beta)
+            theta = mean + TEMPER * (self._generator.beta(alpha, beta) - mean)
             average = self.calibration.mean_rate
-            self._own_odds[slots] = (mean / (1 - mean) * (1 - average) / average) ** REQUEST_WEIGHT
-            self._chain[slots, 1 : longest + 1] = theta[:, None] ** self._exponents(longest)
+            self._own_odds[slots] = (alpha / beta * ((1 - average) / average)) ** REQUEST_WEIGHT
+            self._chain[slots, 1 : longest + 1] = theta[:, None] ** self.calibration.exponents[:longest]
 
-    def _exponents(self, longest: int) -> np.ndarray:
-        """How much harder than the average position the first j are together, [longest] float64."""
-        rates = self.calibration.position_rates[:longest]
-        return np.cumsum((np.log(rates) / np.log(self.calibration.mean_rate)).clip(0.2, 5.0))
+    def _curves(self, num_reqs: int) -> tuple[np.ndarray, np.ndarray]:
+        """Times of verification by drafts and of a draft step by rows; two tokens a row more than can be drafted."""
+        most = num_reqs * (MAX_SPECULATIVE_TOKENS + 2)
+        return self.costs.verify_curve(num_reqs, most), self.costs.draft_curve(num_reqs)
 
     def draft_more(self, slots: np.ndarray, num_drafted: int, confidence: np.ndarray | None) -> np.ndarray:
         if num_drafted == 0:
@@ -177,9 +176,8 @@ class Goodput(DraftLengthPolicy):
         num_tokens = num_reqs + int(num_accepted.sum())
         cost = 1.0
         if num_drafts:
-            verify, draft = self.costs.verify_curve(num_reqs, num_reqs * MAX_SPECULATIVE_TOKENS), None
-            draft = self.costs.draft_curve(num_reqs)
-            steps = draft[(num_verified[:, None] > np.arange(num_verified.max())).sum(axis=0)].sum()
-            cost = (verify[num_drafts] + steps) / verify[0]
+            verify, draft = self._curves(num_reqs)
+            rows = (num_verified[:, None] > np.arange(num_verified.max())).sum(axis=0)
+            cost = float((verify[num_drafts] + draft[rows].sum()) / verify[0])
         self.guard.settle(num_reqs, cost, num_tokens)
         self.speedup += (num_tokens / (num_reqs * cost) - self.speedup) / SPEEDUP_ROUNDS
