@@ -121,9 +121,11 @@ class BetaPosterior:
         Raises:
             ValueError: not two finite counts >= 0 for every key.
         """
-        for key, counts in state.items():
-            counts = np.array(counts, dtype=np.float64)
+        restored = {key: np.array(counts, dtype=np.float64) for key, counts in state.items()}
+        for key, counts in restored.items():
             if counts.shape != (2,) or not (np.isfinite(counts).all() and (counts >= 0).all()):
                 raise ValueError(f"prior of key {key!r} is {counts.tolist()}, must be two finite counts >= 0")
-            self._shared[:, self._index_of(key)] = counts
+        for key, counts in restored.items():
+            if self._index_of(key) or key == DEFAULT_KEY:  # keys beyond those kept would overwrite the first
+                self._shared[:, self._index_of(key)] = counts
         self._refresh_priors()
