@@ -151,22 +151,39 @@ class Goodput(DraftLengthPolicy):
 
     def _worthwhile(self, slots: np.ndarray, num_drafted: int) -> np.ndarray:
         """Return the rows that draft one more, none if no number of further steps pays for itself."""
-        depths = np.arange(num_drafted + 1, self._longest + 1)
-        chain = self._chain[slots]
-        gain = (self._survival[slots] / chain[:, num_drafted])[:, None] * chain[:, num_drafted + 1 : self._longest + 1]
-        num_rows, done = len(slots), self._num_drafts
+        num_rows, done, chain = len(slots), self._num_drafts, self._chain[slots]
         rate = self._rate * (1 - OPTION_VALUE / num_rows)
-        verify, draft = self._verify, self._draft
-        # A row's own marginal time: its share of verification past the next step, and of a wider draft step.
-        slope = (verify[done + 2 * num_rows] - verify[done + num_rows]) / num_rows
+        gain = (self._survival[slots] / chain[:, num_drafted])[:, None] * chain[:, num_drafted + 1 : self._longest + 1]
+        depths = np.arange(num_drafted + 1, self._longest + 1)
+        gain = np.where(depths <= self._limits[slots, None], gain, 0.0)
+        chosen = gain > 0.0
         if num_rows > 1:
-            slope += (draft[num_rows] - draft[1]) / (num_rows - 1)
-        chosen = (gain > rate * slope) & (depths <= self._limits[slots, None])
+            chosen &= self._worth_their_time(gain, rate)
         rows = chosen.sum(axis=0)
         tokens = np.cumsum((gain * chosen).sum(axis=0))
-        ms = verify[done + np.cumsum(rows)] - verify[done] + np.cumsum(draft[rows])
-        pays = (tokens - rate * ms).max() > 0
-        return chosen[:, 0] & pays
+        ms = self._verify[done + np.cumsum(rows)] - self._verify[done] + np.cumsum(self._draft[rows])
+        return chosen[:, 0] & ((tokens - rate * ms).max() > 0)
+
+    def _worth_their_time(self, gain: np.ndarray, rate: float) -> np.ndarray:
+        """Return which tokens are worth what they add to steps that are made anyway.
+
+        Args:
+            gain: [num_rows, depth] expected tokens, falling along a row.
+            rate: tokens per ms.
+        Returns:
+            [num_rows, depth] bool. The next step's rows are exact: the best number of them, by gain. For the steps
+            behind it costs are taken as straight lines.
+        """
+        num_rows, depth = gain.shape
+        done, verify, draft = self._num_drafts, self._verify, self._draft
+        slope = (verify[done + (depth + 1) * num_rows] - verify[done + num_rows]) / (depth * num_rows)
+        worth = gain > rate * (slope + (draft[num_rows] - draft[1]) / (num_rows - 1))
+        order = np.argsort(-gain[:, 0], kind="stable")
+        many = np.arange(1, num_rows + 1)
+        value = np.cumsum(gain[order, 0]) - rate * (verify[done + many] + draft[many])
+        worth[:, 0] = False
+        worth[order[: int(value.argmax()) + 1], 0] = True
+        return worth
 
     def observe(
         self, slots: np.ndarray, num_verified: np.ndarray, num_accepted: np.ndarray, shares: np.ndarray | None = None
