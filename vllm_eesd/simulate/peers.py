@@ -17,7 +17,7 @@ class Oracle:
     """Knows every outcome: drafts no token that will be rejected, and stops where a token costs more than it is worth.
 
     Args:
-        rate: tokens per ms that time is worth; its own throughput makes it best among rules that judge rounds one by one.
+        rate: tokens per ms that time is worth; at its own throughput it is the best rule that judges rounds singly.
     """
 
     def __init__(self, rate: float) -> None:
