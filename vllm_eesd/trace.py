@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 
 from vllm_eesd.config import MAX_SPECULATIVE_TOKENS
+from vllm_eesd.policy.costs import CostModel
 
 FORMAT, VERSION = "eesd-trace", 1
 #: Three digits tell every calibration bin apart and keep a trace small.
@@ -145,22 +146,28 @@ def read_trace(path: str | os.PathLike) -> DenseTrace:
         raise ValueError(f"{path}: not a trace ({' '.join(str(error).split())})") from None
     number = 1
     try:
-        header = json.loads(lines[0]) if lines else {}
-        if (header.get("format"), header.get("version")) != (FORMAT, VERSION):
-            raise ValueError(f"format and version must be {FORMAT!r} and {VERSION}")
-        num_tokens = header["num_speculative_tokens"]
-        if not isinstance(num_tokens, int) or not 1 <= num_tokens <= MAX_SPECULATIVE_TOKENS:
-            raise ValueError(f"num_speculative_tokens={num_tokens!r}, must be 1 to {MAX_SPECULATIVE_TOKENS}")
-        requests = []
+        trace = _header(json.loads(lines[0]) if lines else {})
         for number, line in enumerate(lines[1:], start=2):  # noqa: B007  named in the error
-            requests.append(_request(json.loads(line), num_tokens))
-        costs, prior = header.get("costs") or {}, tuple(header.get("prior") or (1.0, 1.0))
-        if len(prior) != 2 or not all(isinstance(count, (int, float)) and count > 0 for count in prior):
-            raise ValueError(f"prior={list(prior)}, must be two numbers above 0")
-        return DenseTrace(header["model"], header["workload"], num_tokens, costs, requests, prior)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+            trace.requests.append(_request(json.loads(line), trace.num_speculative_tokens))
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         reason = " ".join(str(error).split())
-        raise ValueError(f"{path}: line {number} is not a trace's ({type(error).__name__}: {reason})") from None
+        raise ValueError(f"{path}: not a trace: line {number} ({type(error).__name__}: {reason})") from None
+    return trace
+
+
+def _header(header: dict[str, Any]) -> DenseTrace:
+    """A trace without requests yet."""
+    if (header.get("format"), header.get("version")) != (FORMAT, VERSION):
+        raise ValueError(f"format and version must be {FORMAT!r} and {VERSION}")
+    num_tokens = header["num_speculative_tokens"]
+    if isinstance(num_tokens, bool) or not isinstance(num_tokens, int) or not 1 <= num_tokens <= MAX_SPECULATIVE_TOKENS:
+        raise ValueError(f"num_speculative_tokens={num_tokens!r}, must be 1 to {MAX_SPECULATIVE_TOKENS}")
+    costs, prior = header.get("costs") or {}, tuple(header.get("prior") or (1.0, 1.0))
+    if len(prior) != 2 or not all(isinstance(count, (int, float)) and count > 0 for count in prior):
+        raise ValueError(f"prior={list(prior)}, must be two numbers above 0")
+    if costs:
+        CostModel().restore(costs)
+    return DenseTrace(header["model"], header["workload"], num_tokens, costs, [], prior)
 
 
 def _request(line: dict[str, Any], num_tokens: int) -> RequestTrace:

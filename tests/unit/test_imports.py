@@ -17,7 +17,7 @@ ALLOWED_PARTS = {
     "kernels": set(),
     "policy": {"config"},
     "stats": {"config"},
-    "trace": {"config"},
+    "trace": {"config", "policy"},
     "drafting": CORE,
     "request_options": {"config", "policy"},
     "exit_head": CORE,

@@ -28,7 +28,9 @@ NUM_BINS = len(EDGES) + 1
 MEMORY = 2000.0
 #: Pseudo-counts with which a cell leans on its bin at all positions, a bin on its centre, a position on the one before.
 SMOOTHING = 16.0
-#: Recomputing the smoothed tables after every round would cost more than it teaches.
+#: How much easier or harder than the average token one position can be taken to be.
+EXPONENT_RANGE = (0.2, 5.0)
+#: Rounds whose outcomes are counted together: doing it after every round would cost more than it teaches.
 REFRESH_ROUNDS = 16
 MAX_FILE_BYTES = 1 << 20
 
@@ -43,7 +45,7 @@ class Calibration:
         self._edges = np.array(EDGES, dtype=np.float32)
         edges = np.array((0.0, *EDGES, 1.0))
         self._centers = (edges[1:] + edges[:-1]) / 2
-        self._rounds = 0
+        self._waiting: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
         self._refresh()
 
     @classmethod
@@ -81,28 +83,32 @@ class Calibration:
         num_accepted: np.ndarray,
         shares: np.ndarray | None = None,
     ) -> None:
-        """Count one round's outcomes.
+        """Take in one round's outcomes; they show within `REFRESH_ROUNDS` rounds.
 
         Args:
-            confidences: [num_rows, longest draft] float32, NaN where unknown.
+            confidences: [num_rows, MAX_SPECULATIVE_TOKENS] float32, NaN where unknown.
             num_verified: [num_rows] draft tokens the target judged.
             num_accepted: [num_rows] of those, the leading ones accepted.
             shares: [num_rows] bool, which rows count; None: all.
         """
-        position = np.arange(confidences.shape[1])
-        judged = position < np.minimum(num_verified, num_accepted + 1)[:, None]
+        num_judged = np.minimum(num_verified, num_accepted + 1)
         if shares is not None:
-            judged &= shares[:, None]
-        rows, positions = np.nonzero(judged)
+            num_judged = num_judged * shares
+        self._waiting.append((confidences, num_judged, num_accepted))
+        if len(self._waiting) >= REFRESH_ROUNDS:
+            self._count_waiting()
+
+    def _count_waiting(self) -> None:
+        if not self._waiting:
+            return
+        confidences, num_judged, num_accepted = (np.concatenate(parts) for parts in zip(*self._waiting, strict=True))
+        self._waiting.clear()
+        rows, positions = np.nonzero(np.arange(MAX_SPECULATIVE_TOKENS) < num_judged[:, None])
         cells = positions * (NUM_BINS + 1) + self._bin(confidences[rows, positions])
         accepted = positions < num_accepted[rows]
-        size = len(position) * (NUM_BINS + 1)
-        shape = len(position), NUM_BINS + 1
-        self._observed[: shape[0]] += np.bincount(cells, minlength=size).reshape(shape)
-        self._accepted[: shape[0]] += np.bincount(cells, accepted, size).reshape(shape)
-        self._rounds += 1
-        if self._rounds % REFRESH_ROUNDS == 0:
-            self._refresh()
+        self._observed += np.bincount(cells, minlength=self._observed.size).reshape(self._observed.shape)
+        self._accepted += np.bincount(cells, accepted, self._accepted.size).reshape(self._accepted.shape)
+        self._refresh()
 
     def _bin(self, confidence: np.ndarray) -> np.ndarray:
         # NaN sorts behind every edge; it belongs in the bin of its own behind the last.
@@ -117,6 +123,9 @@ class Calibration:
         #: Acceptance of all judged tokens, and [MAX_SPECULATIVE_TOKENS] of those at each position.
         self.mean_rate = float((self._accepted.sum() + SMOOTHING * 0.5) / (self._observed.sum() + SMOOTHING))
         self.position_rates = self._smooth_positions()
+        #: [MAX_SPECULATIVE_TOKENS] how much harder than the average token the first j are together, in powers of its
+        #: acceptance.
+        self.exponents = np.cumsum((np.log(self.position_rates) / np.log(self.mean_rate)).clip(*EXPONENT_RANGE))
         self._rates = np.empty_like(self._observed)
         self._rates[:, :NUM_BINS] = (accepted + SMOOTHING * by_bin) / (observed + SMOOTHING)
         self._rates[:, NUM_BINS] = self.position_rates
@@ -135,12 +144,14 @@ class Calibration:
 
         Source: arXiv 1706.04599, section 2; bins by `EDGES`, a bin's confidence is its centre.
         """
+        self._count_waiting()
         observed = self._observed[:, :NUM_BINS].sum(0)
         gaps = np.abs(self._accepted[:, :NUM_BINS].sum(0) - observed * self._centers)
         return float(gaps.sum() / max(observed.sum(), 1.0))
 
     def state(self) -> dict[str, Any]:
         """Return the table in the format above."""
+        self._count_waiting()
         table = {"observed": self._observed, "accepted": self._accepted}
         return {"edges": list(EDGES)} | {name: t[:, :NUM_BINS].round(3).tolist() for name, t in table.items()}
 

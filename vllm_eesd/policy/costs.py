@@ -13,7 +13,7 @@ WINDOW = 15
 #: A median of fewer is at the mercy of one compilation: such a cell is not used while others are.
 MIN_SAMPLES = 3
 #: A curve with new times is computed again after this many of them.
-REFRESH_SAMPLES = 8
+REFRESH_SAMPLES = 16
 #: Before any measurement, relative to a plain step: a drafted round's fixed cost, and each further verified token.
 DEFAULT_ROUND_RATIO = 0.1
 DEFAULT_VERIFY_GROWTH = 0.06
@@ -41,7 +41,8 @@ class CostModel:
         self._verify: dict[int, _Medians] = {}
         self._draft_step = _Medians()
         self._draft_round = _Medians()
-        self._curves: dict[tuple[str, int, int], np.ndarray] = {}
+        self._verify_curves: dict[tuple[int, int], np.ndarray] = {}
+        self._draft_curves: dict[int, np.ndarray] = {}
 
     def observe_verify(self, num_reqs: int, num_tokens: int, ms: float) -> None:
         """Count the time of one engine step outside drafting: forward, sampling, scheduler and communication.
@@ -53,39 +54,38 @@ class CostModel:
         """
         medians = self._verify.setdefault(_cell(num_reqs), _Medians())
         if medians.add(num_tokens - num_reqs, ms):
-            self._curves.clear()
+            self._forget_curves()
 
     def observe_draft_step(self, num_rows: int, ms: float) -> None:
         """Count the time of one draft step for `num_rows` rows."""
         if self._draft_step.add(num_rows, ms):
-            self._curves.clear()
+            self._draft_curves.clear()
 
     def observe_draft_round(self, num_rows: int, ms: float) -> None:
         """Count what a round that drafted took on top of its draft steps: preparing inputs, deciding."""
         if self._draft_round.add(num_rows, ms):
-            self._curves.clear()
+            self._verify_curves.clear()
 
-    def plain_samples(self, num_reqs: int) -> int:
-        """Return how many steps without drafts were timed at this batch size."""
+    def lacks_plain(self, num_reqs: int) -> bool:
+        """Return whether steps of this batch size were timed, but too few without drafts to know their time."""
         medians = self._verify.get(_cell(num_reqs))
-        return 0 if medians is None else medians.samples(0)
+        return medians is not None and medians.samples(0) < MIN_SAMPLES
 
     def verify_curve(self, num_reqs: int, max_drafts: int) -> np.ndarray:
         """Return the time of a step in which 0..max_drafts draft tokens are verified, [max_drafts + 1], ascending.
 
         Entry 0 is a plain step; the others include what a drafted round costs besides its draft steps.
         """
-        key = "verify", num_reqs, max_drafts
-        if key not in self._curves:
+        key = num_reqs, max_drafts
+        if key not in self._verify_curves:
             curve = self._verification(num_reqs, np.arange(max_drafts + 1))
             curve[1:] += self.round_ms(num_reqs)
-            self._curves[key] = curve
-        return self._curves[key]
+            self._verify_curves[key] = curve
+        return self._verify_curves[key]
 
     def draft_curve(self, max_rows: int) -> np.ndarray:
         """Return the time of a draft step for 0..max_rows rows, [max_rows + 1], ascending; 0 for no rows."""
-        key = "draft", max_rows, 0
-        if key not in self._curves:
+        if max_rows not in self._draft_curves:
             rows = np.arange(max_rows + 1)
             points = self._draft_step.curve()
             if points is None:
@@ -93,8 +93,13 @@ class CostModel:
             else:
                 curve = _interpolate(rows, *points, default_slope=0.0)
             curve[0] = 0.0
-            self._curves[key] = curve
-        return self._curves[key]
+            self._draft_curves[max_rows] = curve
+        return self._draft_curves[max_rows]
+
+    def _forget_curves(self) -> None:
+        # A draft step's default is a share of a plain step, so its curve falls with that of verification.
+        self._verify_curves.clear()
+        self._draft_curves.clear()
 
     def _verification(self, num_reqs: int, num_drafts: np.ndarray) -> np.ndarray:
         """Time of steps with `num_drafts` drafts in all; growth is borrowed from the nearest batch size that has it."""
@@ -140,7 +145,7 @@ class CostModel:
         self._verify = {int(size): _Medians(points) for size, points in state["verify_ms"].items()}
         self._draft_step = _Medians(state["draft_step_ms"])
         self._draft_round = _Medians(state["draft_round_ms"])
-        self._curves.clear()
+        self._forget_curves()
 
 
 class _Medians:
@@ -151,18 +156,23 @@ class _Medians:
     """
 
     def __init__(self, points: list[list[float]] | None = None) -> None:
-        self._times: dict[int, deque[tuple[int, float]]] = {}
+        self._times: dict[int, deque[tuple[float, float]]] = {}
+        self._medians: dict[int, list[float]] = {}  # cell -> [mean size, median ms], of trusted cells
+        self._changed: set[int] = set()
         self._since_refresh = 0
         self._curve: tuple[np.ndarray, np.ndarray] | None = None
         for size, ms in points or []:
             self._times[_cell(int(size))] = deque([(size, ms)] * MIN_SAMPLES, WINDOW)
+            self._changed.add(_cell(int(size)))
         if points:
             self._refresh()
 
     def add(self, size: int, ms: float) -> bool:
         """Take one time in; return whether the curve changed."""
-        times = self._times.setdefault(_cell(size), deque(maxlen=WINDOW))
+        cell = _cell(size)
+        times = self._times.setdefault(cell, deque(maxlen=WINDOW))
         times.append((size, ms))
+        self._changed.add(cell)
         self._since_refresh += 1
         if len(times) == MIN_SAMPLES or self._since_refresh >= REFRESH_SAMPLES or self._curve is None:
             self._refresh()
@@ -173,22 +183,27 @@ class _Medians:
         return len(self._times.get(_cell(size), ()))
 
     def points(self) -> list[list[float]]:
-        """[size, median ms] of every cell that can be trusted, by size."""
-        enough = {cell: t for cell, t in self._times.items() if len(t) >= MIN_SAMPLES} or self._times
-        medians = []
-        for cell in sorted(enough):
-            sizes, times = zip(*enough[cell], strict=True)
-            medians.append([sum(sizes) / len(sizes), sorted(times)[len(times) // 2]])
-        return medians
+        """[size, median ms] of every cell that can be trusted, or of all while none can, by size."""
+        cells = self._medians or {cell: _median(times) for cell, times in self._times.items()}
+        return [cells[cell] for cell in sorted(cells)]
 
     def curve(self) -> tuple[np.ndarray, np.ndarray] | None:
         """(sizes ascending, ms ascending), or None while nothing was timed."""
         return self._curve
 
     def _refresh(self) -> None:
+        for cell in self._changed:
+            if len(self._times[cell]) >= MIN_SAMPLES:
+                self._medians[cell] = _median(self._times[cell])
+        self._changed.clear()
         self._since_refresh = 0
         sizes, times = zip(*self.points(), strict=True)
         self._curve = np.array(sizes, dtype=np.float64), _monotone(times)
+
+
+def _median(times: deque[tuple[float, float]]) -> list[float]:
+    sizes, ms = zip(*times, strict=True)
+    return [sum(sizes) / len(sizes), sorted(ms)[len(ms) // 2]]
 
 
 def _cell(size: int) -> int:

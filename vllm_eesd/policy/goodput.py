@@ -14,10 +14,10 @@ from vllm_eesd.policy.guard import Guard
 from vllm_eesd.policy.posterior import BetaPosterior
 from vllm_eesd.policy.protocol import DraftLengthPolicy
 
-#: What a request's outcomes count for after one more round: about fourteen rounds are remembered.
-DISCOUNT = 0.93
+#: What a request's outcomes count for after one more round with and without drafts: memories of 14 and 33 rounds.
+DISCOUNT, IDLE_DISCOUNT = 0.93, 0.97
 #: Outcomes from which the prior of new requests is learned, and the pseudo-counts that prior weighs.
-PRIOR_MEMORY, PRIOR_WEIGHT = 100.0, 4.0
+PRIOR_MEMORY, PRIOR_WEIGHT = 100.0, 5.0
 #: Share of a Thompson draw's distance from the posterior's mean that is kept: enough to leave a wrong belief soon, and
 #: half the noise in decisions.
 TEMPER = 0.5
@@ -25,10 +25,13 @@ TEMPER = 0.5
 REQUEST_WEIGHT = 0.5
 #: A probe takes the rows with the most hope, in standard deviations of their posterior, and at most so many.
 OPTIMISM, MAX_PROBES = 1.5, 8
-#: Memory of the measured speed-up, in rounds.
-SPEEDUP_ROUNDS = 32
-#: A batch size never seen without drafts gets plain rounds first, then one in so many: the unit of all comparisons.
-PLAIN_SAMPLES, PLAIN_EVERY = 3, 256
+#: Memory of the measured speed-up, in rounds: short, for a token gained saves time at the rate of the text at hand.
+SPEEDUP_ROUNDS = 10
+#: A draft step also buys its token's confidence, with which the next decision is better than the plan assumed here. It
+#: is worth so much of the time; with n rows drafting, whose sum varies less, an n-th of that.
+OPTION_VALUE = 0.2
+#: One round in so many is a plain one, and every other while too few were timed: the unit of all comparisons.
+PLAIN_EVERY = 256
 
 
 class Goodput(DraftLengthPolicy):
@@ -63,7 +66,8 @@ class Goodput(DraftLengthPolicy):
         super().__init__(posterior, seed, costs, calibration)
         if not isinstance(probe_budget, (int, float)) or not 0 < probe_budget <= 0.5:
             raise ValueError(f"eesd: policy_args.probe_budget={probe_budget!r} is not valid: above 0, at most 0.5")
-        posterior.discount, posterior.prior_memory, posterior.prior_weight = DISCOUNT, PRIOR_MEMORY, PRIOR_WEIGHT
+        posterior.fade(DISCOUNT, IDLE_DISCOUNT)
+        posterior.learn_priors(PRIOR_MEMORY, PRIOR_WEIGHT)
         self.guard = Guard(probe_budget)
         self.speedup = 1.0
         self._rounds = 0
@@ -85,22 +89,21 @@ class Goodput(DraftLengthPolicy):
         self._num_drafts = 0
         self._limits[slots], self._survival[slots] = limits, 1.0
         self._longest = longest
-        self._verify = self.costs.verify_curve(num_rows, num_rows * MAX_SPECULATIVE_TOKENS)
-        self._draft = self.costs.draft_curve(num_rows)
+        self._verify, self._draft = self._curves(num_rows)
         self._rate = num_rows / self._verify[0] * max(self.speedup, 1.0)
-        samples = self.costs.plain_samples(num_rows)
-        self._wants_plain = samples < PLAIN_SAMPLES and self._rounds % 2 or self._rounds % PLAIN_EVERY == 0
+        self._wants_plain = self._rounds % (2 if self.costs.lacks_plain(num_rows) else PLAIN_EVERY) == 0
         if longest and not self._wants_plain:
-            mean = self.posterior.mean(slots)
-            theta = mean + TEMPER * (self.posterior.draw(slots, self._generator) - mean)
+            alpha, beta = self.posterior.parameters(slots)
+            mean = alpha / (alpha + beta)
+            theta = mean + TEMPER * (self._generator.beta(alpha, beta) - mean)
             average = self.calibration.mean_rate
-            self._own_odds[slots] = (mean / (1 - mean) * (1 - average) / average) ** REQUEST_WEIGHT
-            self._chain[slots, 1 : longest + 1] = theta[:, None] ** self._exponents(longest)
+            self._own_odds[slots] = (alpha / beta * ((1 - average) / average)) ** REQUEST_WEIGHT
+            self._chain[slots, 1 : longest + 1] = theta[:, None] ** self.calibration.exponents[:longest]
 
-    def _exponents(self, longest: int) -> np.ndarray:
-        """How much harder than the average position the first j are together, [longest] float64."""
-        rates = self.calibration.position_rates[:longest]
-        return np.cumsum((np.log(rates) / np.log(self.calibration.mean_rate)).clip(0.2, 5.0))
+    def _curves(self, num_reqs: int) -> tuple[np.ndarray, np.ndarray]:
+        """Times of verification by drafts and of a draft step by rows; two tokens a row more than can be drafted."""
+        most = num_reqs * (MAX_SPECULATIVE_TOKENS + 2)
+        return self.costs.verify_curve(num_reqs, most), self.costs.draft_curve(num_reqs)
 
     def draft_more(self, slots: np.ndarray, num_drafted: int, confidence: np.ndarray | None) -> np.ndarray:
         if num_drafted == 0:
@@ -148,21 +151,39 @@ class Goodput(DraftLengthPolicy):
 
     def _worthwhile(self, slots: np.ndarray, num_drafted: int) -> np.ndarray:
         """Return the rows that draft one more, none if no number of further steps pays for itself."""
-        depths = np.arange(num_drafted + 1, self._longest + 1)
-        chain = self._chain[slots]
+        num_rows, done, chain = len(slots), self._num_drafts, self._chain[slots]
+        rate = self._rate * (1 - OPTION_VALUE / num_rows)
         gain = (self._survival[slots] / chain[:, num_drafted])[:, None] * chain[:, num_drafted + 1 : self._longest + 1]
-        num_rows, done = len(slots), self._num_drafts
-        verify, draft = self._verify, self._draft
-        # A row's own marginal time: its share of verification past the next step, and of a wider draft step.
-        slope = (verify[done + 2 * num_rows] - verify[done + num_rows]) / num_rows
+        depths = np.arange(num_drafted + 1, self._longest + 1)
+        gain = np.where(depths <= self._limits[slots, None], gain, 0.0)
+        chosen = gain > 0.0
         if num_rows > 1:
-            slope += (draft[num_rows] - draft[1]) / (num_rows - 1)
-        chosen = (gain > self._rate * slope) & (depths <= self._limits[slots, None])
+            chosen &= self._worth_their_time(gain, rate)
         rows = chosen.sum(axis=0)
         tokens = np.cumsum((gain * chosen).sum(axis=0))
-        ms = verify[done + np.cumsum(rows)] - verify[done] + np.cumsum(draft[rows])
-        pays = (tokens - self._rate * ms).max() > 0
-        return chosen[:, 0] & pays
+        ms = self._verify[done + np.cumsum(rows)] - self._verify[done] + np.cumsum(self._draft[rows])
+        return chosen[:, 0] & ((tokens - rate * ms).max() > 0)
+
+    def _worth_their_time(self, gain: np.ndarray, rate: float) -> np.ndarray:
+        """Return which tokens are worth what they add to steps that are made anyway.
+
+        Args:
+            gain: [num_rows, depth] expected tokens, falling along a row.
+            rate: tokens per ms.
+        Returns:
+            [num_rows, depth] bool. The next step's rows are exact: the best number of them, by gain. For the steps
+            behind it costs are taken as straight lines.
+        """
+        num_rows, depth = gain.shape
+        done, verify, draft = self._num_drafts, self._verify, self._draft
+        slope = (verify[done + (depth + 1) * num_rows] - verify[done + num_rows]) / (depth * num_rows)
+        worth = gain > rate * (slope + (draft[num_rows] - draft[1]) / (num_rows - 1))
+        order = np.argsort(-gain[:, 0], kind="stable")
+        many = np.arange(1, num_rows + 1)
+        value = np.cumsum(gain[order, 0]) - rate * (verify[done + many] + draft[many])
+        worth[:, 0] = False
+        worth[order[: int(value.argmax()) + 1], 0] = True
+        return worth
 
     def observe(
         self, slots: np.ndarray, num_verified: np.ndarray, num_accepted: np.ndarray, shares: np.ndarray | None = None
@@ -172,9 +193,8 @@ class Goodput(DraftLengthPolicy):
         num_tokens = num_reqs + int(num_accepted.sum())
         cost = 1.0
         if num_drafts:
-            verify, draft = self.costs.verify_curve(num_reqs, num_reqs * MAX_SPECULATIVE_TOKENS), None
-            draft = self.costs.draft_curve(num_reqs)
-            steps = draft[(num_verified[:, None] > np.arange(num_verified.max())).sum(axis=0)].sum()
-            cost = (verify[num_drafts] + steps) / verify[0]
+            verify, draft = self._curves(num_reqs)
+            rows = (num_verified[:, None] > np.arange(num_verified.max())).sum(axis=0)
+            cost = float((verify[num_drafts] + draft[rows].sum()) / verify[0])
         self.guard.settle(num_reqs, cost, num_tokens)
         self.speedup += (num_tokens / (num_reqs * cost) - self.speedup) / SPEEDUP_ROUNDS

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 #: Tokens' worth of time that drafting may lose for every new request before it must have earned something.
 REQUEST_ALLOWANCE = 2.0
 #: The most credit kept, in tokens per request of the batch: gains of an easy hour do not pay for a long losing streak.
@@ -17,7 +15,8 @@ class Guard:
 
     Unit: tokens, the time in which plain decoding would have emitted one. A round of a batch of n that took C times a
     plain step and emitted t tokens lost n C - t. Whatever the policy believes, it drafts only while the account is
-    positive; when it believes that drafting does not pay, the income (`probe_budget` of the time) buys probes.
+    positive; when it believes that drafting does not pay, the income (`probe_budget` of the time) buys probes. So all
+    losses together stay below that share of the time, two tokens a request and one round.
 
     Args:
         probe_budget: share of the time that may be lost in the long run.
@@ -49,8 +48,8 @@ class Guard:
         self._next_wait = max(FIRST_WAIT, min(2 * self._next_wait, longest))
 
     def paid(self) -> None:
-        """Drafting is worth it again: the next dry spell starts with eager probes."""
-        self._next_wait = FIRST_WAIT
+        """Drafting gained something, or is believed to: probe again at once, and eagerly from then on."""
+        self._wait, self._next_wait = 0.0, FIRST_WAIT
 
     def settle(self, num_reqs: int, cost: float, num_tokens: int) -> None:
         """Enter one round.
@@ -60,8 +59,8 @@ class Guard:
             cost: the round's time relative to a plain step of the same batch.
             num_tokens: tokens emitted.
         """
-        income = self.probe_budget * num_reqs
+        gain = num_tokens - num_reqs * cost
         self._wait -= 1.0
-        self.credit = float(
-            np.clip(self.credit + income - (num_reqs * cost - num_tokens), -np.inf, MAX_CREDIT * num_reqs)
-        )
+        if gain > 0:
+            self.paid()
+        self.credit = min(self.credit + gain + self.probe_budget * num_reqs, MAX_CREDIT * num_reqs)

@@ -18,9 +18,7 @@ class BetaPosterior:
     Of k verified drafts with a accepted, tokens 1..a are successes, token a + 1 (if a < k) is one failure and the
     rest are unobserved: a rejection says nothing of the tokens behind it.
 
-    Two things are off until a policy sets them. With `discount` < 1 a request's counts fade every round, drafts or not,
-    so that its posterior returns to the prior when nothing is observed. With `prior_memory` > 0 that prior's mean is
-    learned, per key, from the last so many outcomes of all requests that share; its weight stays the given one.
+    `fade` lets counts fade, `learn_priors` lets requests start from what others taught; without them it is the paper's.
 
     Args:
         max_num_reqs: request slots.
@@ -35,13 +33,30 @@ class BetaPosterior:
             raise ValueError(f"eesd: prior ({prior_alpha}, {prior_beta}) is not valid: both pseudo-counts must be > 0")
         self.max_num_reqs = max_num_reqs
         self.prior = (float(prior_alpha), float(prior_beta))
-        self.discount = 1.0
-        self.prior_memory = 0.0
-        self.prior_weight = sum(self.prior)
+        self._discount = self._idle_discount = 1.0
+        self._memory = 0.0
+        self._weight = sum(self.prior)
         self._counts = np.zeros((2, max_num_reqs))  # successes, failures
         self._key = np.zeros(max_num_reqs, dtype=np.int64)
         self._key_index = {DEFAULT_KEY: 0}
         self._shared = np.zeros((2, MAX_PRIOR_KEYS))
+        self._refresh_priors()
+
+    def fade(self, discount: float, idle_discount: float) -> None:
+        """Multiply a request's counts every round by `discount`, or if none of its drafts was judged the other one.
+
+        So a posterior follows its text, and returns to the prior while nothing is observed.
+        """
+        self._discount, self._idle_discount = discount, idle_discount
+
+    def learn_priors(self, memory: float, weight: float) -> None:
+        """Learn the mean of each key's prior from the last `memory` outcomes of requests that share.
+
+        Args:
+            weight: alpha + beta of these priors.
+        """
+        self._memory, self._weight = memory, weight
+        self._refresh_priors()
 
     def reset(self, slots: np.ndarray, keys: Sequence[str] | None = None) -> None:
         """Start these slots from the prior of their key: a new request took them over."""
@@ -55,17 +70,17 @@ class BetaPosterior:
 
     def parameters(self, slots: np.ndarray) -> np.ndarray:
         """Return alpha and beta of these slots, [2, num_rows] float64, both > 0."""
-        return self._counts[:, slots] + self._priors()[:, self._key[slots]]
+        return self._counts[:, slots] + self._priors[:, self._key[slots]]
 
     def mean(self, slots: np.ndarray) -> np.ndarray:
         """Return the expected acceptance of these slots, [num_rows] float64."""
         alpha, beta = self.parameters(slots)
         return alpha / (alpha + beta)
 
-    def _priors(self) -> np.ndarray:
-        """Alpha and beta a request of each key starts from, [2, MAX_PRIOR_KEYS] float64."""
+    def _refresh_priors(self) -> None:
         learned = self._shared + np.array(self.prior)[:, None]
-        return learned * (self.prior_weight / learned.sum(axis=0))
+        #: Alpha and beta a request of each key starts from, [2, MAX_PRIOR_KEYS].
+        self._priors = learned * (self._weight / learned.sum(axis=0))
 
     def observe(
         self, slots: np.ndarray, num_verified: np.ndarray, num_accepted: np.ndarray, shares: np.ndarray | None = None
@@ -78,17 +93,19 @@ class BetaPosterior:
             num_accepted: [num_rows] of those, the leading ones accepted.
             shares: [num_rows] bool, which rows teach their key's prior; None: all.
         """
-        outcome = np.stack([num_accepted, num_accepted < num_verified]).astype(np.float64)
-        self._counts[:, slots] = self._counts[:, slots] * self.discount + outcome
-        if self.prior_memory:
+        if not num_verified.any():
+            self._counts[:, slots] *= self._idle_discount
+            return
+        outcome = np.array((num_accepted, num_accepted < num_verified), dtype=np.float64)
+        kept = np.where(num_verified > 0, self._discount, self._idle_discount)
+        self._counts[:, slots] = self._counts[:, slots] * kept + outcome
+        if self._memory:
             self._teach_priors(self._key[slots], outcome if shares is None else outcome * shares)
 
     def _teach_priors(self, keys: np.ndarray, outcome: np.ndarray) -> None:
-        total = outcome.sum()
-        if total:
-            counts = np.stack([np.bincount(keys, row, MAX_PRIOR_KEYS) for row in outcome])
-            self._shared *= (1 - 1 / self.prior_memory) ** counts.sum(axis=0)
-            self._shared += counts
+        counts = np.array([np.bincount(keys, row, MAX_PRIOR_KEYS) for row in outcome])
+        self._shared = self._shared * (1 - 1 / self._memory) ** counts.sum(axis=0) + counts
+        self._refresh_priors()
 
     def draw(self, slots: np.ndarray, generator: np.random.Generator) -> np.ndarray:
         """Return one Thompson draw per slot, [num_rows] float64 in [0, 1]."""
@@ -104,8 +121,11 @@ class BetaPosterior:
         Raises:
             ValueError: not two finite counts >= 0 for every key.
         """
-        for key, counts in state.items():
-            counts = np.array(counts, dtype=np.float64)
+        restored = {key: np.array(counts, dtype=np.float64) for key, counts in state.items()}
+        for key, counts in restored.items():
             if counts.shape != (2,) or not (np.isfinite(counts).all() and (counts >= 0).all()):
                 raise ValueError(f"prior of key {key!r} is {counts.tolist()}, must be two finite counts >= 0")
-            self._shared[:, self._index_of(key)] = counts
+        for key, counts in restored.items():
+            if self._index_of(key) or key == DEFAULT_KEY:  # keys beyond those kept would overwrite the first
+                self._shared[:, self._index_of(key)] = counts
+        self._refresh_priors()

@@ -100,9 +100,8 @@ class DraftLengthPolicy:
                 not those with penalties, bad_words, allowed_token_ids or a grammar. None: all.
         """
         self.posterior.observe(slots, num_verified, num_accepted, shares)
-        longest = int(num_verified.max(initial=0))
-        if longest:
-            self.calibration.observe(self.confidences[slots, :longest], num_verified, num_accepted, shares)
+        if num_verified.any():
+            self.calibration.observe(self.confidences[slots], num_verified, num_accepted, shares)
 
     def confidences_of(self, slots: np.ndarray) -> np.ndarray:
         """Return the confidences of these slots' current drafts, [num_rows, MAX_SPECULATIVE_TOKENS] float32."""

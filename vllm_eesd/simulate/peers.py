@@ -17,7 +17,7 @@ class Oracle:
     """Knows every outcome: drafts no token that will be rejected, and stops where a token costs more than it is worth.
 
     Args:
-        rate: tokens per ms that time is worth; at the throughput reached with it, no such rule does better.
+        rate: tokens per ms that time is worth; at its own throughput it is the best rule that judges rounds singly.
     """
 
     def __init__(self, rate: float) -> None:

@@ -1,0 +1,93 @@
+"""What a policy's decisions cost: microseconds per call of the round's hooks, by batch size.
+
+    python benchmarks/bench_policy.py [--policies goodput,beta_ts] [--rows 1,8,64] [--json OUT]
+
+No engine and no model: confidences and outcomes are drawn at random, so that rows stop at different lengths. `step` is
+all that one decoding step asks for: costs fed, outcomes observed, the round begun and every token decided.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import time
+from pathlib import Path
+
+import numpy as np
+
+from vllm_eesd.policy import POLICIES, BetaPosterior, build_policy
+
+NUM_SPECULATIVE_TOKENS = 8
+STEPS, WARM_UP_STEPS = 1500, 300
+#: Draft steps so cheap that `goodput` drafts at every batch size: deciding about many tokens is what costs.
+DRAFT_MS, PLAIN_MS, GROWTH_MS = 0.02, 3.6, 0.001
+
+
+def measure(name: str, num_rows: int) -> dict[str, float]:
+    """Return the median microseconds per call of each hook, and per step."""
+    generator = np.random.default_rng(0)
+    policy = build_policy(name, BetaPosterior(num_rows, 3.0, 1.0), 0, {})
+    slots, limits = np.arange(num_rows), np.full(num_rows, NUM_SPECULATIVE_TOKENS)
+    policy.reset(slots)
+    times: dict[str, list[float]] = {"feed_costs": [], "observe": [], "begin_round": [], "draft_more": [], "step": []}
+
+    def timed(hook: str, function, *args):
+        start = time.perf_counter()
+        result = function(*args)
+        times[hook].append(time.perf_counter() - start)
+        return result
+
+    for _ in range(WARM_UP_STEPS + STEPS):
+        calls_before = len(times["draft_more"])
+        timed("begin_round", policy.begin_round, slots, limits)
+        rows, lengths, confidence, num_drafted = slots, np.zeros(num_rows, dtype=np.int64), None, 0
+        while True:
+            rows = rows[
+                timed("draft_more", policy.draft_more, rows, num_drafted, confidence) & (limits[rows] > num_drafted)
+            ]
+            if not len(rows):
+                break
+            num_drafted += 1
+            lengths[rows] += 1
+            confidence = generator.beta(6, 2, len(rows)).astype(np.float32)
+        accepted = np.minimum(lengths, generator.geometric(0.3, num_rows) - 1)
+        timed("feed_costs", feed_costs, policy.costs, num_rows, lengths)
+        timed("observe", policy.observe, slots, lengths, accepted)
+        decided = sum(times["draft_more"][calls_before:])
+        times["step"].append(decided + sum(times[hook][-1] for hook in ("feed_costs", "observe", "begin_round")))
+    skip = {hook: WARM_UP_STEPS * len(values) // (WARM_UP_STEPS + STEPS) for hook, values in times.items()}
+    return {hook: 1e6 * statistics.median(values[skip[hook] :]) for hook, values in times.items()}
+
+
+def feed_costs(costs, num_rows: int, lengths: np.ndarray) -> None:
+    """Report one step's times as an engine would."""
+    num_tokens = num_rows + int(lengths.sum())
+    costs.observe_verify(num_rows, num_tokens, PLAIN_MS + GROWTH_MS * (num_tokens - num_rows))
+    for step in range(int(lengths.max())):
+        costs.observe_draft_step(int((lengths > step).sum()), DRAFT_MS)
+    if lengths.any():
+        costs.observe_draft_round(num_rows, DRAFT_MS)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--policies", default="goodput,beta_ts", help=f"of {', '.join(POLICIES)}")
+    parser.add_argument("--rows", default="1,8,64", help="batch sizes")
+    parser.add_argument("--json", help="write the rows")
+    args = parser.parse_args()
+    rows = []
+    for name in args.policies.split(","):
+        for num_rows in map(int, args.rows.split(",")):
+            medians = {hook: round(us, 1) for hook, us in measure(name, num_rows).items()}
+            rows.append({"policy": name, "num_rows": num_rows, "python": platform.python_version(),
+                         "numpy": np.__version__, "cpus": os.cpu_count()} | medians)  # fmt: skip
+            print(f"{name:14}{num_rows:4} rows, us: " + ", ".join(f"{hook} {us}" for hook, us in medians.items()))
+    if args.json:
+        Path(args.json).write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

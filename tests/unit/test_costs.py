@@ -1,0 +1,113 @@
+"""The cost model: medians, interpolation, and sensible answers before anything is measured."""
+
+import numpy as np
+import pytest
+
+from vllm_eesd.policy.costs import WINDOW, CostModel
+
+
+def fed(costs, num_reqs=1, plain=4.0, growth=0.5, drafts=(0, 1, 2, 4, 8), times=5):
+    for _ in range(times):
+        for k in drafts:
+            costs.observe_verify(num_reqs, num_reqs + k, plain + growth * k)
+    return costs
+
+
+def test_before_any_measurement_costs_are_relative_to_a_plain_step():
+    costs = CostModel(draft_ratio=0.2)
+    verify, draft = costs.verify_curve(4, 8), costs.draft_curve(4)
+    assert verify[0] == 1.0 and (np.diff(verify) > 0).all()
+    assert draft.tolist() == [0.0, 0.2, 0.2, 0.2, 0.2]
+
+
+def test_the_draft_ratio_bridges_what_was_not_measured():
+    costs = fed(CostModel(draft_ratio=0.25))
+    assert costs.draft_curve(1)[1] == pytest.approx(1.0)
+    costs = CostModel(draft_ratio=0.25)
+    costs.observe_draft_step(1, 1.0)
+    assert costs.verify_curve(1, 0)[0] == pytest.approx(4.0)
+
+
+def test_measured_points_are_met_and_those_between_interpolated():
+    costs = fed(CostModel())
+    costs.observe_draft_round(1, 0.0)
+    np.testing.assert_allclose(costs.verify_curve(1, 12), 4.0 + 0.5 * np.arange(13))
+
+
+def test_a_drafted_round_costs_its_fixed_part_and_a_plain_one_does_not():
+    costs = fed(CostModel())
+    costs.observe_draft_round(1, 0.75)
+    np.testing.assert_allclose(costs.verify_curve(1, 2), [4.0, 5.25, 5.75])
+
+
+def test_outliers_do_not_move_a_median():
+    """A compilation takes a thousand times a step: less than half of the window may be such."""
+    costs = fed(CostModel(), times=WINDOW)
+    for _ in range(WINDOW // 2):
+        costs.observe_verify(1, 1, 4000.0)
+        costs.observe_verify(1, 3, 4000.0)
+    assert costs.verify_curve(1, 2)[0] == pytest.approx(4.0)
+
+
+def test_drift_is_followed():
+    costs = fed(CostModel(), times=WINDOW)
+    fed(costs, plain=8.0, times=WINDOW)
+    assert costs.verify_curve(1, 0)[0] == pytest.approx(8.0)
+
+
+def test_curves_ascend_however_noisy_the_times():
+    costs, generator = CostModel(), np.random.default_rng(0)
+    for _ in range(400):
+        k = int(generator.integers(0, 20))
+        costs.observe_verify(2, 2 + k, float(5 + 0.1 * k + generator.normal()))
+        costs.observe_draft_step(int(generator.integers(1, 9)), float(1 + 0.1 * generator.normal()))
+    assert (np.diff(costs.verify_curve(2, 40)) >= -1e-12).all()
+    assert (np.diff(costs.draft_curve(16)) >= -1e-12).all()
+
+
+def test_a_staircase_stays_one():
+    """Padded batch sizes: 1-4 extra tokens cost the same, the fifth a whole step more."""
+    costs = CostModel()
+    for _ in range(5):
+        for k in range(9):
+            costs.observe_verify(1, 1 + k, 4.0 if k <= 4 else 6.0)
+    costs.observe_draft_round(1, 0.0)
+    assert costs.verify_curve(1, 8).round(9).tolist() == [4.0] * 5 + [6.0] * 4
+
+
+def test_growth_is_borrowed_from_the_nearest_batch_size():
+    costs = fed(fed(CostModel(), num_reqs=4, plain=4.0, growth=0.5), num_reqs=32, plain=9.0, growth=3.0)
+    for _ in range(5):
+        costs.observe_verify(5, 5, 4.2)
+    curve = costs.verify_curve(5, 2)
+    assert curve[2] - curve[1] == pytest.approx(0.5)
+
+
+def test_plain_steps_are_asked_for_only_where_others_were_timed():
+    costs = CostModel()
+    assert not costs.lacks_plain(2)
+    costs.observe_verify(2, 4, 5.0)
+    assert costs.lacks_plain(2)
+    fed(costs, num_reqs=2)
+    assert not costs.lacks_plain(2)
+
+
+def test_ranks_that_exchange_their_state_agree():
+    ours, theirs = fed(CostModel()), fed(CostModel(), plain=7.0)
+    ours.observe_draft_step(1, 0.5)
+    theirs.restore(ours.state())
+    np.testing.assert_array_equal(theirs.verify_curve(1, 20), ours.verify_curve(1, 20))
+    np.testing.assert_array_equal(theirs.draft_curve(3), ours.draft_curve(3))
+
+
+def test_memory_does_not_grow_with_the_steps():
+    costs = CostModel()
+    for step in range(20_000):
+        costs.observe_verify(1 + step % 300, 1 + step % 300 + step % 2000, 1.0)
+    assert sum(len(medians.points()) for medians in costs._verify.values()) < 1500
+
+
+@pytest.mark.parametrize("ratio", [0, -1.0, float("nan"), float("inf")])
+def test_a_draft_ratio_that_is_none_is_refused(ratio):
+    with pytest.raises(ValueError, match="draft_ratio="):
+        CostModel(draft_ratio=ratio)

@@ -1,0 +1,157 @@
+"""The goodput policy in replays with known truths: what it must reach, and what it must not lose."""
+
+import numpy as np
+import pytest
+
+from vllm_eesd.policy import BetaPosterior, CostModel, build_policy
+from vllm_eesd.simulate.peers import FixedLength
+from vllm_eesd.simulate.replay import PolicyDrafter, replay
+from vllm_eesd.simulate.run import mix, simulate
+from vllm_eesd.simulate.synthetic import QUALITIES, SPREADS, synthetic_trace
+from vllm_eesd.simulate.world import DRAFT_STEP_RATIO, World
+
+PROBE_BUDGET = 0.01
+#: A request's allowance, in tokens.
+ALLOWANCE = 2.0
+
+
+def run(trace, batch=1, draft_ratio=DRAFT_STEP_RATIO, name="goodput", seed=0, **policy_args):
+    policy = build_policy(name, BetaPosterior(batch, 6.7, 3.3), seed, policy_args)
+    world = World(draft_scale=draft_ratio / DRAFT_STEP_RATIO, seed=seed)
+    return replay(trace, PolicyDrafter(policy), world, batch)
+
+
+def goodputs(trace, batch=1):
+    outcomes = simulate("t", trace, ["goodput", "beta_ts"], batch)
+    return {outcome.policy: outcome.replay.goodput_vs_plain for outcome in outcomes}
+
+
+@pytest.mark.parametrize("spread", SPREADS)
+@pytest.mark.parametrize("quality", QUALITIES)
+def test_it_keeps_up_with_the_best_fixed_length_and_beats_the_others(spread, quality):
+    found = goodputs(synthetic_trace(SPREADS[spread], QUALITIES[quality], num_requests=10))
+    assert found["goodput"] >= 0.99 * found["best_fixed"]
+    assert found["goodput"] >= 1.04 * found["beta_ts"]
+    assert found["goodput"] >= 1.05 * found["vllm_adaptive"]
+    assert found["goodput"] >= 0.70 * found["oracle"]
+
+
+def test_it_beats_the_best_fixed_length_on_a_mixture():
+    traces = [synthetic_trace(regimes, 0.7, num_requests=6, mean_stay=None) for regimes in ((0.9,), (0.7,), (0.1,))]
+    found = goodputs(mix(traces))
+    assert found["goodput"] >= 1.03 * found["best_fixed"]
+    assert found["goodput"] >= 1.10 * found["beta_ts"]
+    assert found["goodput"] >= 0.75 * found["oracle"]
+
+
+@pytest.mark.parametrize("batch", [4, 8])
+def test_a_batch_is_weighed_as_a_whole(batch):
+    found = goodputs(synthetic_trace(SPREADS["wide"], 0.7, num_requests=3 * batch), batch)
+    assert found["goodput"] >= 0.97 * found["best_fixed"]
+    assert found["goodput"] >= 1.10 * found["beta_ts"]
+
+
+@pytest.mark.parametrize("draft_ratio", [0.05, 0.1, 0.2, 0.4, 0.6])
+@pytest.mark.parametrize("batch", [1, 4, 16])
+def test_where_drafting_never_pays_it_loses_no_more_than_its_budget(draft_ratio, batch):
+    """At most the probe budget and two tokens' time a request, whatever a draft step costs."""
+    num_tokens = 200
+    trace = synthetic_trace((0.02,), 0.6, num_requests=max(10, 2 * batch), num_tokens=num_tokens)
+    loss = 1 / run(trace, batch, draft_ratio).goodput_vs_plain - 1
+    assert loss <= PROBE_BUDGET + ALLOWANCE / num_tokens
+
+
+def test_the_test_above_would_see_a_policy_without_a_guard():
+    trace = synthetic_trace((0.02,), 0.6, num_requests=10, num_tokens=200)
+    loss = 1 / run(trace, name="beta_ts").goodput_vs_plain - 1
+    assert loss > 5 * (PROBE_BUDGET + ALLOWANCE / 200)
+
+
+def lengths_around(replayed, token):
+    """Draft lengths of the rounds from the emitted `token` on."""
+    first = int(np.searchsorted(np.cumsum(replayed.tokens), token))
+    return np.array(replayed.draft_lengths[first:])
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_from_easy_to_hard_within_20_rounds(seed):
+    trace = synthetic_trace((0.95, 0.02), 0.6, num_requests=1, num_tokens=800, mean_stay=None, seed=seed)
+    replayed = run(trace, seed=seed)
+    assert lengths_around(replayed, 200)[:20].mean() > 3
+    assert lengths_around(replayed, 404)[20:60].mean() < 0.5
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_from_hard_to_easy_within_20_probes(seed):
+    trace = synthetic_trace((0.02, 0.95), 0.6, num_requests=1, num_tokens=2400, mean_stay=None, seed=seed)
+    replayed = run(trace, seed=seed)
+    after = lengths_around(replayed, 1204)
+    drafting = np.flatnonzero(np.convolve(after, np.ones(10), "valid") >= 30)  # ten rounds of 3 on average
+    assert len(drafting), "drafting never took up again"
+    probes = int((after[: drafting[0]] > 0).sum())
+    assert probes <= 20
+    assert lengths_around(replayed, 600)[:300].mean() < 0.2, "the hard half must have been recognised as such"
+
+
+def test_costs_decide_too():
+    """The same acceptance, dearer drafts: shorter ones, down to none."""
+    trace = synthetic_trace((0.7,), 0.6, num_requests=6)
+    means = [run(trace, draft_ratio=ratio).mean_draft_length for ratio in (0.03, 0.12, 0.35, 1.0)]
+    assert means[0] > means[1] > means[2] > means[3]
+    assert means[3] < 0.1
+
+
+def test_a_staircase_is_used_to_its_edge():
+    """Verification padded to 4 tokens: three drafts cost as much as one, so with free draft steps there are three."""
+    costs = CostModel()
+    for _ in range(5):
+        for k in range(17):
+            costs.observe_verify(1, 1 + k, [1.0, 1.1, 1.1, 1.1][k] if k < 4 else 3.0)
+        costs.observe_draft_step(1, 1e-4)
+        costs.observe_draft_round(1, 1e-4)
+    policy = build_policy("goodput", BetaPosterior(1, 60, 40), 0, {}, costs)
+    policy.reset(np.array([0]))
+    policy.begin_round(np.array([0]), np.array([8]))
+    drafted = 0
+    while policy.draft_more(np.array([0]), drafted, None if not drafted else np.array([0.6], np.float32))[0]:
+        drafted += 1
+    assert drafted == 3
+
+
+def test_a_row_that_may_not_draft_never_does():
+    policy = build_policy("goodput", BetaPosterior(3, 50, 1), 0, {})
+    slots, limits = np.arange(3), np.array([0, 2, 8])
+    policy.reset(slots)
+    for _ in range(200):
+        policy.begin_round(slots, limits)
+        assert not policy.draft_more(slots, 0, None)[0]
+        policy.observe(slots, np.array([0, 1, 1]), np.array([0, 1, 1]))
+
+
+def test_without_confidences_it_falls_back_to_the_posterior():
+    trace = synthetic_trace((0.8,), 0.7, num_requests=4)
+    policy = build_policy("goodput", BetaPosterior(1, 6.7, 3.3), 0, {})
+    policy.needs_confidence = False
+    blind = replay(trace, PolicyDrafter(policy), World()).goodput_vs_plain
+    assert blind > 1.1
+
+
+def test_plain_steps_are_timed_even_where_drafting_always_pays():
+    trace = synthetic_trace((0.99,), 0.7, num_requests=4)
+    policy = build_policy("goodput", BetaPosterior(1, 6.7, 3.3), 0, {})
+    replay(trace, PolicyDrafter(policy), World())
+    assert not policy.costs.lacks_plain(1)
+
+
+@pytest.mark.parametrize("value", [0, -0.1, 0.6, "1%", None])
+def test_a_wrong_probe_budget_is_refused(value):
+    with pytest.raises(ValueError, match="probe_budget="):
+        build_policy("goodput", BetaPosterior(1), 0, {"probe_budget": value})
+
+
+def test_no_fixed_length_is_right_everywhere():
+    """What the policy is for: the best fixed length on one trace loses on another."""
+    easy, hard = (synthetic_trace((rate,), 0.6, num_requests=4) for rate in (0.95, 0.2))
+    best = {t.workload: np.argmax([replay(t, FixedLength(), World(), 1, k).goodput_vs_plain for k in range(9)])
+            for t in (easy, hard)}  # fmt: skip
+    assert best[easy.workload] >= 4 and best[hard.workload] == 0

@@ -1,0 +1,76 @@
+"""Learned state over restarts: whole or not at all."""
+
+import json
+import logging
+
+import numpy as np
+import pytest
+
+from vllm_eesd.policy import BetaPosterior, build_policy
+
+ONE = np.array([0])
+
+
+def learned(path, name="goodput", key=""):
+    policy = build_policy(name, BetaPosterior(1, 2, 2), 0, {"state_file": str(path), "prior_key": "lora"})
+    policy.reset(ONE, [key])
+    for _ in range(200):
+        policy.remember(ONE, 1, np.array([0.9], dtype=np.float32))
+        policy.observe(ONE, np.array([1]), np.array([0]))
+    return policy
+
+
+def prior_mean(policy, key=""):
+    policy.reset(ONE, [key])
+    return policy.posterior.mean(ONE)[0]
+
+
+def test_a_new_start_takes_over_what_was_learned(tmp_path):
+    path = tmp_path / "state.json"
+    before = learned(path, key="adapter")
+    before.save_state()
+    after = build_policy("goodput", BetaPosterior(3, 2, 2), 0, {"state_file": str(path), "prior_key": "lora"})
+    assert prior_mean(before, "adapter") < 0.1
+    assert prior_mean(after, "adapter") == pytest.approx(prior_mean(before, "adapter"))
+    assert prior_mean(after, "another") == 0.5
+    assert after.calibration.acceptance(np.array([0.9], dtype=np.float32), 0)[0] < 0.5
+    assert [entry.name for entry in tmp_path.iterdir()] == ["state.json"], "no temporary file is left"
+
+
+@pytest.mark.parametrize("damage", [b"", b"{", b"[]", b'{"format": "eesd-policy-state", "version": 2}', b"\xff\xfe"])
+def test_a_damaged_file_is_ignored_with_a_warning(tmp_path, damage, caplog):
+    path = tmp_path / "state.json"
+    path.write_bytes(damage)
+    with caplog.at_level(logging.WARNING):
+        policy = build_policy("goodput", BetaPosterior(1, 2, 2), 0, {"state_file": str(path)})
+    assert "is ignored" in caplog.text and str(path) in caplog.text
+    assert prior_mean(policy) == 0.5
+    policy.save_state()
+    assert json.loads(path.read_text())["version"] == 1
+
+
+def test_half_a_damaged_file_changes_nothing(tmp_path):
+    path = tmp_path / "state.json"
+    learned(path).save_state()
+    state = json.loads(path.read_text())
+    state["priors"] = {"": [float("nan"), 1.0]}
+    path.write_text(json.dumps(state))
+    policy = build_policy("goodput", BetaPosterior(1, 2, 2), 0, {"state_file": str(path)})
+    assert policy.calibration.acceptance(np.array([0.9], dtype=np.float32), 0)[0] > 0.9
+
+
+def test_no_file_is_written_unless_asked_for(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    build_policy("goodput", BetaPosterior(1), 0, {}).save_state()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("value", ["", 3, "no/such/directory/state.json"])
+def test_a_path_that_cannot_be_is_refused_at_once(value):
+    with pytest.raises(ValueError, match="state_file="):
+        build_policy("goodput", BetaPosterior(1), 0, {"state_file": value})
+
+
+def test_a_wrong_prior_key_is_refused():
+    with pytest.raises(ValueError, match="prior_key='user' is not valid: choose one of none, lora"):
+        build_policy("fixed", BetaPosterior(1), 0, {"prior_key": "user"})
