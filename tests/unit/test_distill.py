@@ -332,7 +332,7 @@ def test_output_never_replaces_a_model(model_dir, text):
     ],
 )
 def test_bad_data(model_dir, tmp_path, monkeypatch, name, content, words):
-    monkeypatch.setattr("vllm_eesd.distill.run.AutoTokenizer.from_pretrained", lambda _: None)
+    monkeypatch.setattr("vllm_eesd.distill.text.AutoTokenizer.from_pretrained", lambda _: None)
     (tmp_path / name).write_bytes(content)
     refused(
         lambda: run(make_args(model_dir, tmp_path / name, tmp_path / "head")),

@@ -41,15 +41,28 @@ class Target(nn.Module):
         Args:
             ids: [num_windows, seq_len] int64; all positions attend to all earlier ones of their window.
         """
+        hidden, arguments = self.embed(ids)
+        for index, layer in enumerate(self.model.model.layers):
+            if index == self.exit_layer:
+                exit_hidden = hidden
+            hidden = layer(hidden, **arguments)
+        return exit_hidden, self.model.model.norm(hidden), arguments["position_embeddings"]
+
+    def embed(self, ids: Tensor) -> tuple[Tensor, dict[str, Any]]:
+        """Return (what enters layer 0, the arguments every layer takes beside the hidden state)."""
         decoder = self.model.model
         hidden = decoder.embed_tokens(ids)
         positions = torch.arange(ids.shape[1], device=ids.device)[None]
         rotary = decoder.rotary_emb(hidden, position_ids=positions)
-        for index, layer in enumerate(decoder.layers):
-            if index == self.exit_layer:
-                exit_hidden = hidden
-            hidden = layer(hidden, attention_mask=None, position_ids=positions, position_embeddings=rotary)
-        return exit_hidden, decoder.norm(hidden), rotary
+        return hidden, {"attention_mask": None, "position_ids": positions, "position_embeddings": rotary}
+
+    def layer_inputs(self, ids: Tensor) -> list[Tensor]:
+        """Return what enters each layer and, last, what leaves the last one: L + 1 hidden states, none normed."""
+        hidden, arguments = self.embed(ids)
+        states = [hidden]
+        for layer in self.model.model.layers:
+            states.append(layer(states[-1], **arguments))
+        return states
 
 
 class ExitHead(nn.Module):

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import json
-import shlex
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
 from pydantic import ValidationError
-from transformers import AutoTokenizer
 
-from vllm_eesd.distill.data import TokenData, long_enough, read_sources, spaced_windows, split_held_out
+from vllm_eesd.distill.data import TokenData, long_enough, spaced_windows, split_held_out
 from vllm_eesd.distill.generate import generated_windows, greedy_held_out
 from vllm_eesd.distill.metrics import evaluate
 from vllm_eesd.distill.model import ExitHead, Target, head_config, load_target, new_head, saved_dtype
+from vllm_eesd.distill.report import serve_command, write_json
+from vllm_eesd.distill.text import check_seq_len, read_text
 from vllm_eesd.distill.train import TrainConfig, train
 from vllm_eesd.exit_head.checkpoint import Prior, write_head
 
@@ -56,10 +55,9 @@ def run(args: argparse.Namespace) -> int:
     write_head(args.output, head_config(target, args.model, config.head_type, prior), tensors)
     if args.json:
         outcome = {"head": str(args.output), "exit_layer": target.exit_layer, "before": before, "after": after}
-        Path(args.json).parent.mkdir(parents=True, exist_ok=True)
-        Path(args.json).write_text(json.dumps(outcome | record, indent=1) + "\n")
+        write_json(args.json, outcome | record)
     print(f"wrote {args.output}; {record['tokens']} tokens in {record['minutes']:.1f} minutes")
-    print(f"next: {_serve_command(args.model, args.output)}")
+    print(f"next: {serve_command(args.model, args.output)}")
     return 0
 
 
@@ -83,19 +81,12 @@ def _check_output(output: Path, model: str) -> None:
 
 
 def _read_text(args: argparse.Namespace, target: Target, seq_len: int) -> tuple[list, list]:
-    longest = getattr(target.config, "max_position_embeddings", None)
-    if longest is not None and seq_len > longest:
-        raise ValueError(f"seq_len is {seq_len}, must be at most {longest}, the target's max_position_embeddings")
-    window = getattr(target.config, "sliding_window", None)
-    if window is not None and seq_len > window:
-        raise ValueError(f"seq_len is {seq_len}, must be at most {window}, the target's sliding_window")
-    paths, held_out_paths = [Path(p) for p in args.data], [Path(p) for p in getattr(args, "held_out", None) or []]
-    needs_tokenizer = any(path.suffix != ".bin" for path in paths + held_out_paths)
-    tokenizer = AutoTokenizer.from_pretrained(args.model) if needs_tokenizer else None
-    text = read_sources(paths, tokenizer, target.config.vocab_size)
+    check_seq_len(target.config, seq_len)
+    text = read_text(args.model, target.config, args.data)
+    held_out_paths = getattr(args, "held_out", None) or []
     if not held_out_paths:
         return split_held_out(text, seq_len)
-    held_out = read_sources(held_out_paths, tokenizer, target.config.vocab_size)
+    held_out = read_text(args.model, target.config, held_out_paths)
     return long_enough(text, seq_len, "data"), long_enough(held_out, seq_len, "held_out")
 
 
@@ -140,10 +131,3 @@ def _describe(when: str, measured: dict[str, dict[str, Any]]) -> str:
 def _prior(agreement: float) -> Prior:
     accepted = min(max(agreement, 0.05), 0.95) * PRIOR_OBSERVATIONS
     return Prior(alpha=round(accepted, 3), beta=round(PRIOR_OBSERVATIONS - accepted, 3))
-
-
-def _serve_command(model: str, output: str) -> str:
-    if Path(output).resolve() == (Path(model) / "eesd").resolve():
-        return f"vllm serve {shlex.quote(str(model))} --speculative-config eesd"
-    speculative = json.dumps({"method": "eesd", "model": str(output)})
-    return f"vllm serve {shlex.quote(str(model))} --speculative-config {shlex.quote(speculative)}"
