@@ -41,6 +41,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_demo(commands)
     _add_bench(commands)
+    _add_probe(commands)
     _add_distill(commands)
     _add_simulate(commands)
     _add_doctor(commands)
@@ -87,6 +88,19 @@ def _add_bench(commands) -> None:
     _add_drafting(latency)
     latency.add_argument("--json", metavar="OUT", help="write a JSON list of rows")
     latency.set_defaults(implementation="vllm_eesd.bench.latency:run")
+
+
+def _add_probe(commands) -> None:
+    probe = commands.add_parser("probe", help="say, without training, whether and from which layer drafting will pay")
+    probe.add_argument("model", metavar="MODEL", help="target: a directory or a Hub id")
+    probe.add_argument(
+        "--text", nargs="+", metavar="FILE", help="text, .jsonl or .bin to measure on; default: the target's own"
+    )
+    probe.add_argument("--windows", type=_positive, default=16, metavar="W", help="sequences measured on (default 16)")
+    probe.add_argument("--seq-len", type=_positive, default=256, metavar="T", help="tokens a sequence (default 256)")
+    probe.add_argument("--json", metavar="OUT", help="write all that was measured")
+    probe.add_argument("--plot", metavar="PNG", help="draw it (needs matplotlib)")
+    probe.set_defaults(implementation="vllm_eesd.distill.probe:run")
 
 
 def _add_distill(commands) -> None:
