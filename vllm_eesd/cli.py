@@ -44,6 +44,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_probe(commands)
     _add_distill(commands)
     _add_simulate(commands)
+    _add_calibrate(commands)
     _add_doctor(commands)
     return parser
 
@@ -153,6 +154,21 @@ def _add_simulate(commands) -> None:
     simulate.add_argument("--json", metavar="OUT", help="write a JSON list of rows")
     simulate.add_argument("--plot", metavar="PNG", help="goodput, regret and lengths (needs the extra [simulate])")
     simulate.set_defaults(implementation="vllm_eesd.simulate.run:run")
+
+
+def _add_calibrate(commands) -> None:
+    calibrate = commands.add_parser("calibrate", help="measure what a head's confidences mean; writes into the head")
+    calibrate.add_argument("model", metavar="MODEL", help="target: a directory or a Hub id")
+    calibrate.add_argument("head", metavar="HEAD", help="exit head of that target; gets calibration.json and a prior")
+    calibrate.add_argument(
+        "--data", nargs="+", required=True, metavar="FILE", help="held-out text, .jsonl or .bin: not what it trained on"
+    )
+    calibrate.add_argument("--windows", type=_positive, default=64, metavar="W", help="sequences (default 64)")
+    calibrate.add_argument(
+        "--seq-len", type=_positive, default=256, metavar="T", help="tokens a sequence, a quarter read (default 256)"
+    )
+    calibrate.add_argument("--json", metavar="OUT", help="write what was measured")
+    calibrate.set_defaults(implementation="vllm_eesd.distill.calibrate:run")
 
 
 def _add_doctor(commands) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,24 @@ class ExitHead(nn.Module):
         return self.norm(self.layer(exit_hidden, attention_mask=None, position_embeddings=rotary))
 
 
+class HeadlessHead(nn.Module):
+    """The target's own final norm: nothing trained."""
+
+    head_type = "headless"
+
+    def __init__(self, layer: nn.Module, norm: nn.Module) -> None:
+        super().__init__()
+        del layer
+        self._norm = (norm,)  # a tuple hides the target's weights from this module's
+
+    def forward(
+        self, exit_hidden: Tensor, target_hidden: Tensor, rotary: tuple[Tensor, Tensor], block_starts: Tensor
+    ) -> Tensor:
+        """Return the normed hidden state; see `ExitHead.forward`."""
+        del target_hidden, rotary, block_starts
+        return self._norm[0](exit_hidden)
+
+
 class DeepContext(nn.Module):
     """What a deep-context head has beyond a transformer head's tensors; all three read the target's normed output."""
 
@@ -166,7 +185,7 @@ def _heads(projected: Tensor, head_dim: int, norm: nn.Module | None = None) -> T
     return (heads if norm is None else norm(heads)).transpose(1, 2)
 
 
-HEAD_CLASSES = {head.head_type: head for head in (ExitHead, DeepContextHead)}
+HEAD_CLASSES = {head.head_type: head for head in (HeadlessHead, ExitHead, DeepContextHead)}
 
 
 def load_target(name_or_path: str, exit_layer: int | None, device: str) -> Target:
@@ -210,6 +229,21 @@ def new_head(target: Target, init: str, head_type: str = ExitHead.head_type) -> 
             raise ValueError(f"init: {init} has exit_layer {config.exit_layer}, this run {target.exit_layer}")
         head.load_state_dict(read_tensors(init), strict=False)
     return head
+
+
+def load_head(target: Target, directory: str | os.PathLike) -> nn.Module:
+    """Return the head in `directory`, in float32, frozen.
+
+    Raises:
+        ValueError: no head there, or one of another target or exit layer.
+    """
+    config = ExitHeadConfig.load(directory)
+    config.check_target(target.config)
+    if config.exit_layer != target.exit_layer:
+        raise ValueError(f"exit_layer is {target.exit_layer}, the head in {directory} has {config.exit_layer}")
+    head = new_head(target, "last", config.head_type)
+    head.load_state_dict({name: tensor.float() for name, tensor in read_tensors(directory).items()})
+    return head.to(target.lm_head.weight.device).requires_grad_(False).eval()
 
 
 def head_config(target: Target, name_or_path: str, head_type: str, prior: Prior) -> ExitHeadConfig:

@@ -22,6 +22,7 @@ from vllm_eesd.exit_head.shapes import expected_shapes
 
 CONFIG_NAME = "config.json"
 WEIGHTS_NAME = "model.safetensors"
+CALIBRATION_NAME = "calibration.json"
 SPECULATORS_MODEL_TYPE = "eesd"
 # The release of `speculators` whose config layout this one follows.
 SPECULATORS_VERSION = "0.3.0"
@@ -256,6 +257,7 @@ def write_head(directory: str | os.PathLike, config: ExitHeadConfig, tensors: di
             save_file(contiguous, Path(temporary) / WEIGHTS_NAME, metadata={"format": "pt"})
         config_file = config._write_temporary(Path(temporary))
         (directory / CONFIG_NAME).unlink(missing_ok=True)
+        (directory / CALIBRATION_NAME).unlink(missing_ok=True)  # it says what the old head's confidences meant
         if tensors:
             os.replace(Path(temporary) / WEIGHTS_NAME, directory / WEIGHTS_NAME)
         else:
