@@ -135,6 +135,13 @@ def _add_distill(commands) -> None:
         help="start from the target's last or exit layer, or from another head (default last)",
     )
     distill.add_argument(
+        "--loss",
+        choices=["forward_kl", "reverse_kl", "tv", "ce_target", "ce_text", "jsd"],
+        default="forward_kl",
+        help="what the head minimises (default forward_kl)",
+    )
+    distill.add_argument("--jsd-beta", type=float, default=0.5, metavar="B", help="beta of jsd (default 0.5)")
+    distill.add_argument(
         "--head-type", choices=["transformer", "deep_context"], default="transformer", help="(default transformer)"
     )
     distill.add_argument("--seed", type=int, default=0, help="of the data order (default 0)")

@@ -12,11 +12,11 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from pydantic import BaseModel, ConfigDict, Field
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm import tqdm
 
 from vllm_eesd.distill.data import TokenData
-from vllm_eesd.distill.losses import forward_kl
+from vllm_eesd.distill.losses import LOSS_NAMES, build_loss, distillation_loss
 from vllm_eesd.distill.metrics import LONGEST_DRAFT
 from vllm_eesd.distill.model import ExitHead, Target
 
@@ -38,6 +38,8 @@ class TrainConfig(BaseModel):
         seq_len: tokens a window.
         lr: the highest learning rate, of Muon for matrices and AdamW for norms; None goes by the target's width.
         init: what the head starts from: the target's "last" or "exit" layer, or the directory of a head.
+        loss: what the head minimises, see `vllm_eesd.distill.losses`.
+        jsd_beta: of the loss `jsd`.
         head_type: of the head, see `vllm_eesd.distill.model`.
         seed: of the order of the data and of generated text.
         compile: torch.compile the step; slow to start, about a fifth faster on a CPU.
@@ -51,6 +53,8 @@ class TrainConfig(BaseModel):
     seq_len: int = Field(512, ge=2)
     lr: float | None = Field(None, gt=0)
     init: str = "last"
+    loss: Literal[LOSS_NAMES] = "forward_kl"
+    jsd_beta: float = Field(0.5, gt=0, lt=1)
     head_type: Literal["transformer", "deep_context"] = "transformer"
     seed: int = Field(0, ge=0)
     compile: bool = False
@@ -79,7 +83,7 @@ def train(
     if checkpoint is not None and checkpoint.exists():
         run = _resume(checkpoint, head, optimizers, config, target)
     first, began = run["step"], time.monotonic() - run["elapsed_s"]
-    step_loss = _step_loss(target, head, device)
+    step_loss = _step_loss(target, head, config, device)
     step_loss = torch.compile(step_loss) if config.compile else step_loss
     saved_at, whole_step = time.monotonic(), True
     progress = tqdm(total=config.steps, initial=first, desc="distilling", unit="step")
@@ -144,14 +148,20 @@ def uses_bfloat16(device: str) -> bool:
     return device == "cuda" or torch.cpu._is_avx512_bf16_supported()
 
 
-def _step_loss(target: Target, head: ExitHead, device: str) -> Callable[[Tensor, Tensor], Tensor]:
+def _step_loss(
+    target: Target, head: nn.Module, config: TrainConfig, device: str
+) -> Callable[[Tensor, Tensor], Tensor]:
+    loss, on_text = build_loss(config.loss, config.jsd_beta), config.loss == "ce_text"
+
     def step_loss(ids: Tensor, block_starts: Tensor) -> Tensor:
         with torch.autocast(device, dtype=torch.bfloat16, enabled=uses_bfloat16(device)):
             with torch.no_grad():
                 exit_hidden, target_hidden, rotary = target(ids)
-            draft_hidden = head(exit_hidden, target_hidden, rotary, block_starts)
-            lm_head = target.lm_head
-            return forward_kl(draft_hidden.flatten(0, 1), target_hidden.flatten(0, 1), lm_head.weight, lm_head.bias)
+            hidden, labels = head(exit_hidden, target_hidden, rotary, block_starts), None
+            if on_text:  # the last position's next token is not in the window
+                hidden, target_hidden, labels = hidden[:, :-1], target_hidden[:, :-1], ids[:, 1:].flatten()
+            weight, bias = target.lm_head.weight, target.lm_head.bias
+            return distillation_loss(loss, hidden.flatten(0, 1), target_hidden.flatten(0, 1), weight, bias, labels)
 
     return step_loss
 
