@@ -45,6 +45,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_distill(commands)
     _add_simulate(commands)
     _add_calibrate(commands)
+    _add_import(commands)
     _add_doctor(commands)
     return parser
 
@@ -176,6 +177,17 @@ def _add_calibrate(commands) -> None:
     )
     calibrate.add_argument("--json", metavar="OUT", help="write what was measured")
     calibrate.set_defaults(implementation="vllm_eesd.distill.calibrate:run")
+
+
+def _add_import(commands) -> None:
+    importer = commands.add_parser("import", help="turn a Balcony or Kangaroo checkpoint into an exit head")
+    importer.add_argument("model", metavar="MODEL", help="target it was trained for: a directory or a Hub id")
+    importer.add_argument("checkpoint", metavar="CHECKPOINT", help="directory with config.json and .safetensors")
+    importer.add_argument("-o", "--output", required=True, metavar="HEAD", help="directory to write the head to")
+    importer.add_argument("--exit-layer", type=_positive, metavar="N", help="where the checkpoint does not say")
+    importer.add_argument("--format", choices=["auto", "balcony", "kangaroo"], default="auto", help="(default auto)")
+    importer.add_argument("--json", metavar="OUT", help="write what was done")
+    importer.set_defaults(implementation="vllm_eesd.distill.import_head:run")
 
 
 def _add_doctor(commands) -> None:

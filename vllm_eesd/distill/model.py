@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL_LMS
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from vllm_eesd.exit_head.checkpoint import ExitHeadConfig, Prior, Verifier, read_tensors
@@ -196,11 +197,7 @@ def load_target(name_or_path: str, exit_layer: int | None, device: str) -> Targe
     Raises:
         ValueError: no such model, an unsupported kind of it, or exit_layer out of range.
     """
-    config = _read_config(name_or_path)
-    if config.model_type not in EXTRA_TENSORS:
-        raise ValueError(
-            f"model: {name_or_path!r} has model_type {config.model_type!r}, must be one of {sorted(EXTRA_TENSORS)}"
-        )
+    config = read_config(name_or_path)
     num_layers = config.num_hidden_layers
     exit_layer = max(1, num_layers // 6) if exit_layer is None else exit_layer
     if not 1 <= exit_layer < num_layers:
@@ -247,34 +244,52 @@ def load_head(target: Target, directory: str | os.PathLike) -> nn.Module:
 
 
 def head_config(target: Target, name_or_path: str, head_type: str, prior: Prior) -> ExitHeadConfig:
-    """Return what the head's config.json says; a local target is named by its directory only."""
-    config = target.config
-    layer = {field: getattr(config, field) for field in LAYER_CONFIG_FIELDS if getattr(config, field, None) is not None}
-    verifier = Verifier(
-        name_or_path=Path(name_or_path).resolve().name if Path(name_or_path).exists() else name_or_path,
-        architecture=(config.architectures or [type(target.model).__name__])[0],
-        hidden_size=config.hidden_size,
-        num_hidden_layers=config.num_hidden_layers,
-        vocab_size=config.vocab_size,
-    )
+    """Return what the head's config.json says."""
     return ExitHeadConfig(
         exit_layer=target.exit_layer,
         head_type=head_type,
-        verifier=verifier,
-        transformer_layer_config=layer,
+        verifier=target_verifier(target.config, name_or_path),
+        transformer_layer_config=layer_config(target.config),
         prior=prior,
+    )
+
+
+def layer_config(config: Any) -> dict[str, Any]:
+    """Return what of the target's config says how its layers are built."""
+    return {field: getattr(config, field) for field in LAYER_CONFIG_FIELDS if getattr(config, field, None) is not None}
+
+
+def target_verifier(config: Any, name_or_path: str) -> Verifier:
+    """Return the description of a target; a local one is named by its directory only."""
+    local = Path(name_or_path).exists()
+    return Verifier(
+        name_or_path=Path(name_or_path).resolve().name if local else name_or_path,
+        architecture=(config.architectures or [CAUSAL_LMS[config.model_type]])[0],
+        hidden_size=config.hidden_size,
+        num_hidden_layers=config.num_hidden_layers,
+        vocab_size=config.vocab_size,
     )
 
 
 def saved_dtype(name_or_path: str) -> torch.dtype:
     """Return the dtype the target's weights are stored in: the head is served in it, so it is stored in it too."""
-    dtype = _read_config(name_or_path).dtype
+    dtype = read_config(name_or_path).dtype
     return dtype if dtype in (torch.bfloat16, torch.float16) else torch.float32
 
 
-def _read_config(name_or_path: str) -> Any:
+def read_config(name_or_path: str) -> Any:
+    """Return the target's transformers config.
+
+    Raises:
+        ValueError: no such model, or an unsupported kind of it.
+    """
     try:
-        return AutoConfig.from_pretrained(name_or_path)
+        config = AutoConfig.from_pretrained(name_or_path)
     except (OSError, ValueError) as error:
         reason = " ".join(str(error).split())[:160]
         raise ValueError(f"model: {name_or_path!r} is no model directory and no known model id ({reason})") from None
+    if config.model_type not in EXTRA_TENSORS:
+        raise ValueError(
+            f"model: {name_or_path!r} has model_type {config.model_type!r}, must be one of {sorted(EXTRA_TENSORS)}"
+        )
+    return config

@@ -143,7 +143,7 @@ class ExitHeadConfig(BaseModel):
         try:
             return cls.model_validate(fields)
         except ValidationError as error:
-            raise ValueError(f"{path}: {_one_line(error)}") from None
+            raise ValueError(f"{path}: {one_line(error)}") from None
 
     def save(self, directory: str | os.PathLike) -> None:
         """Write config.json into `directory`, made if missing; an existing one is replaced in one step."""
@@ -324,7 +324,8 @@ def _check_same_names(path: Path, found: set[str], expected: set[str]) -> None:
             raise ValueError(f"{path}: {kind} tensor {min(names)!r} ({len(names)} {kind}, {len(expected)} expected)")
 
 
-def _one_line(error: ValidationError) -> str:
+def one_line(error: ValidationError) -> str:
+    """Return pydantic's first complaint as one line: field, what is allowed, value."""
     first = error.errors()[0]
     where = ".".join(str(part) for part in first["loc"])
     message = first["msg"].removeprefix("Value error, ")
