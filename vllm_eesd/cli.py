@@ -108,7 +108,9 @@ def _add_probe(commands) -> None:
 def _add_distill(commands) -> None:
     distill = commands.add_parser("distill", help="train an exit head for a frozen target")
     distill.add_argument("model", metavar="MODEL", help="target: a directory or a Hub id")
-    distill.add_argument("--exit-layer", type=_positive, required=True, metavar="N", help="target layers a draft runs")
+    distill.add_argument(
+        "--exit-layer", type=_exit_layer, required=True, metavar="N", help="target layers a draft runs, or auto"
+    )
     distill.add_argument(
         "--data",
         nargs="+",
@@ -145,8 +147,15 @@ def _add_distill(commands) -> None:
     distill.add_argument(
         "--head-type", choices=["transformer", "deep_context"], default="transformer", help="(default transformer)"
     )
+    distill.add_argument(
+        "--accumulate", type=_positive, default=1, metavar="A", help="parts a step is computed in, to save memory"
+    )
     distill.add_argument("--seed", type=int, default=0, help="of the data order (default 0)")
     distill.add_argument("--compile", action="store_true", help="compile the training step")
+    distill.add_argument(
+        "--measure-every", type=_positive, default=100, metavar="S", help="measure on held-out text (default 100 steps)"
+    )
+    distill.add_argument("--tensorboard", metavar="DIR", help="write the losses there (needs tensorboard)")
     distill.add_argument("--work", metavar="DIR", help="checkpoints to resume from and write to")
     distill.add_argument("--json", metavar="OUT", help="write the training record")
     distill.set_defaults(implementation="vllm_eesd.distill.run:run")
@@ -211,6 +220,10 @@ def _positive(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not allowed, must be a whole number of at least 1")
     return number
+
+
+def _exit_layer(text: str) -> int | str:
+    return text if text == "auto" else _positive(text)
 
 
 def _positive_real(text: str) -> float:
