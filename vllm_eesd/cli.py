@@ -41,9 +41,12 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_demo(commands)
     _add_bench(commands)
+    _add_probe(commands)
     _add_distill(commands)
     _add_trace_record(commands)
     _add_simulate(commands)
+    _add_calibrate(commands)
+    _add_import(commands)
     _add_doctor(commands)
     return parser
 
@@ -90,10 +93,25 @@ def _add_bench(commands) -> None:
     latency.set_defaults(implementation="vllm_eesd.bench.latency:run")
 
 
+def _add_probe(commands) -> None:
+    probe = commands.add_parser("probe", help="say, without training, whether and from which layer drafting will pay")
+    probe.add_argument("model", metavar="MODEL", help="target: a directory or a Hub id")
+    probe.add_argument(
+        "--text", nargs="+", metavar="FILE", help="text, .jsonl or .bin to measure on; default: the target's own"
+    )
+    probe.add_argument("--windows", type=_positive, default=16, metavar="W", help="sequences measured on (default 16)")
+    probe.add_argument("--seq-len", type=_positive, default=256, metavar="T", help="tokens a sequence (default 256)")
+    probe.add_argument("--json", metavar="OUT", help="write all that was measured")
+    probe.add_argument("--plot", metavar="PNG", help="draw it (needs matplotlib)")
+    probe.set_defaults(implementation="vllm_eesd.distill.probe:run")
+
+
 def _add_distill(commands) -> None:
     distill = commands.add_parser("distill", help="train an exit head for a frozen target")
     distill.add_argument("model", metavar="MODEL", help="target: a directory or a Hub id")
-    distill.add_argument("--exit-layer", type=_positive, required=True, metavar="N", help="target layers a draft runs")
+    distill.add_argument(
+        "--exit-layer", type=_exit_layer, required=True, metavar="N", help="target layers a draft runs, or auto"
+    )
     distill.add_argument(
         "--data",
         nargs="+",
@@ -121,10 +139,24 @@ def _add_distill(commands) -> None:
         help="start from the target's last or exit layer, or from another head (default last)",
     )
     distill.add_argument(
+        "--loss",
+        choices=["forward_kl", "reverse_kl", "tv", "ce_target", "ce_text", "jsd"],
+        default="forward_kl",
+        help="what the head minimises (default forward_kl)",
+    )
+    distill.add_argument("--jsd-beta", type=float, default=0.5, metavar="B", help="beta of jsd (default 0.5)")
+    distill.add_argument(
         "--head-type", choices=["transformer", "deep_context"], default="transformer", help="(default transformer)"
+    )
+    distill.add_argument(
+        "--accumulate", type=_positive, default=1, metavar="A", help="parts a step is computed in, to save memory"
     )
     distill.add_argument("--seed", type=int, default=0, help="of the data order (default 0)")
     distill.add_argument("--compile", action="store_true", help="compile the training step")
+    distill.add_argument(
+        "--measure-every", type=_positive, default=100, metavar="S", help="measure on held-out text (default 100 steps)"
+    )
+    distill.add_argument("--tensorboard", metavar="DIR", help="write the losses there (needs tensorboard)")
     distill.add_argument("--work", metavar="DIR", help="checkpoints to resume from and write to")
     distill.add_argument("--json", metavar="OUT", help="write the training record")
     distill.set_defaults(implementation="vllm_eesd.distill.run:run")
@@ -158,6 +190,32 @@ def _add_simulate(commands) -> None:
     simulate.set_defaults(implementation="vllm_eesd.simulate.run:run")
 
 
+def _add_calibrate(commands) -> None:
+    calibrate = commands.add_parser("calibrate", help="measure what a head's confidences mean; writes into the head")
+    calibrate.add_argument("model", metavar="MODEL", help="target: a directory or a Hub id")
+    calibrate.add_argument("head", metavar="HEAD", help="exit head of that target; gets calibration.json and a prior")
+    calibrate.add_argument(
+        "--data", nargs="+", required=True, metavar="FILE", help="held-out text, .jsonl or .bin: not what it trained on"
+    )
+    calibrate.add_argument("--windows", type=_positive, default=64, metavar="W", help="sequences (default 64)")
+    calibrate.add_argument(
+        "--seq-len", type=_positive, default=256, metavar="T", help="tokens a sequence, a quarter read (default 256)"
+    )
+    calibrate.add_argument("--json", metavar="OUT", help="write what was measured")
+    calibrate.set_defaults(implementation="vllm_eesd.distill.calibrate:run")
+
+
+def _add_import(commands) -> None:
+    importer = commands.add_parser("import", help="turn a Balcony or Kangaroo checkpoint into an exit head")
+    importer.add_argument("model", metavar="MODEL", help="target it was trained for: a directory or a Hub id")
+    importer.add_argument("checkpoint", metavar="CHECKPOINT", help="directory with config.json and .safetensors")
+    importer.add_argument("-o", "--output", required=True, metavar="HEAD", help="directory to write the head to")
+    importer.add_argument("--exit-layer", type=_positive, metavar="N", help="where the checkpoint does not say")
+    importer.add_argument("--format", choices=["auto", "balcony", "kangaroo"], default="auto", help="(default auto)")
+    importer.add_argument("--json", metavar="OUT", help="write what was done")
+    importer.set_defaults(implementation="vllm_eesd.distill.import_head:run")
+
+
 def _add_doctor(commands) -> None:
     doctor = commands.add_parser("doctor", help="tell whether EESD can run here, and what to do if not")
     doctor.add_argument("--model", metavar="M", help="also look at this target's directory and its exit head")
@@ -179,6 +237,10 @@ def _positive(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not allowed, must be a whole number of at least 1")
     return number
+
+
+def _exit_layer(text: str) -> int | str:
+    return text if text == "auto" else _positive(text)
 
 
 def _positive_real(text: str) -> float:

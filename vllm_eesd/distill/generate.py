@@ -77,7 +77,8 @@ def greedy_held_out(target: Target, text: list[np.ndarray], count: int, seq_len:
     """Return (held-out prompts continued greedily, [count, seq_len] int64; first generated position)."""
     prompt_len = max(1, seq_len // 4)
     prompts = spaced_windows(text, count, seq_len)[:, :prompt_len]
-    return continue_windows(target, prompts, seq_len, torch.zeros(len(prompts)), seed=0), prompt_len
+    some = [continue_windows(target, rows, seq_len, torch.zeros(len(rows)), seed=0) for rows in prompts.split(BATCH)]
+    return torch.cat(some), prompt_len
 
 
 def _random_windows(text: list[np.ndarray], count: int, length: int, rng: np.random.Generator) -> Tensor:

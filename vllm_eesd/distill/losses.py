@@ -1,7 +1,14 @@
-"""Distillation losses over the vocabulary, computed some tokens at a time so that logits never exist all at once."""
+"""Distillation losses over the vocabulary, computed some tokens at a time so that logits never exist all at once.
+
+Each is a function of the two distributions p (target) and q = softmax(z) (draft) at one position; its gradient with
+respect to the draft's logits z is written out beside it. A divergence D with dD/dq = f has dD/dz = q (f - sum q f).
+Source: arXiv 2310.08461 (DistillSpec), section 3.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,41 +18,115 @@ from torch import Tensor
 # Logits that exist at one time: 32 MiB of float32, and a few arrays of that size.
 CHUNK_LOGITS = 1 << 23
 
+# (log p, log q, token ids of the text or None) -> ([num_tokens] loss, [num_tokens, vocab_size] its gradient in z).
+Loss = Callable[[Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]]
 
-class _ForwardKL(torch.autograd.Function):
+
+def forward_kl(log_p: Tensor, log_q: Tensor, labels: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """KL(p || q) = sum p (log p - log q); gradient q - p."""
+    p = log_p.exp()
+    return (p * (log_p - log_q)).sum(-1), log_q.exp() - p
+
+
+def reverse_kl(log_p: Tensor, log_q: Tensor, labels: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """KL(q || p) = sum q (log q - log p); f = log q - log p + 1."""
+    q, ratio = log_q.exp(), log_q - log_p
+    loss = (q * ratio).sum(-1)
+    return loss, q * (ratio - loss[:, None])
+
+
+def jensen_shannon(beta: float) -> Loss:
+    """Return the loss beta KL(p || m) + (1 - beta) KL(q || m), m = beta p + (1 - beta) q; f = (1 - beta) log(q / m).
+
+    Args:
+        beta: in (0, 1); near 0 the gradient's direction is forward KL's, near 1 reverse KL's.
+    Source: arXiv 2306.13649 (GKD), section 2.
+    """
+
+    def loss(log_p: Tensor, log_q: Tensor, labels: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        log_m = torch.logaddexp(log_p + math.log(beta), log_q + math.log1p(-beta))
+        q = log_q.exp()
+        pull = (1 - beta) * (log_q - log_m)
+        towards = (q * pull).sum(-1, keepdim=True)
+        return beta * (log_p.exp() * (log_p - log_m)).sum(-1) + towards[:, 0], q * (pull - towards)
+
+    return loss
+
+
+def total_variation(log_p: Tensor, log_q: Tensor, labels: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """sum |p - q| / 2 = 1 - sum min(p, q), what sampled drafting rejects; f = sign(q - p) / 2."""
+    q = log_q.exp()
+    difference = q - log_p.exp()
+    pull = difference.sign() / 2
+    return difference.abs().sum(-1) / 2, q * (pull - (q * pull).sum(-1, keepdim=True))
+
+
+def target_cross_entropy(log_p: Tensor, log_q: Tensor, labels: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """-log q at the target's own choice, argmax p, which is what greedy drafting must hit; gradient q - one-hot."""
+    return text_cross_entropy(log_p, log_q, log_p.argmax(-1))
+
+
+def text_cross_entropy(log_p: Tensor, log_q: Tensor, labels: Tensor | None) -> tuple[Tensor, Tensor]:
+    """-log q at the text's next token, as a language model is trained: the target is not asked. For comparison."""
+    index = labels[:, None]
+    return -log_q.gather(-1, index)[:, 0], log_q.exp().scatter_add(-1, index, -torch.ones_like(log_q[:, :1]))
+
+
+LOSSES = {
+    "forward_kl": forward_kl,
+    "reverse_kl": reverse_kl,
+    "tv": total_variation,
+    "ce_target": target_cross_entropy,
+    "ce_text": text_cross_entropy,
+}
+LOSS_NAMES = (*LOSSES, "jsd")
+
+
+def build_loss(name: str, jsd_beta: float = 0.5) -> Loss:
+    """Return the loss `name`, one of LOSS_NAMES; jsd_beta is the beta of `jsd`."""
+    return jensen_shannon(jsd_beta) if name == "jsd" else LOSSES[name]
+
+
+class _Chunked(torch.autograd.Function):
     """Keeps the gradient, [num_tokens, hidden_size], instead of the logits it comes from.
 
-    For logits z = W x of the head, d KL(p || softmax z) / dz = softmax z - p, so d/dx = W^T (q - p).
-    W is frozen and gets no gradient.
+    With z = W x, d/dx = W^T d/dz. W is frozen and gets no gradient.
     """
 
     @staticmethod
-    def forward(ctx: Any, draft: Tensor, target: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(
+        ctx: Any, draft: Tensor, target: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor | None, loss: Loss
+    ) -> Tensor:
         total = draft.new_zeros((), dtype=torch.float32)
         gradients = []
         chunk = max(1, CHUNK_LOGITS // len(weight))
-        for draft_chunk, target_chunk in zip(draft.split(chunk), target.split(chunk), strict=True):
-            target_logprobs = F.linear(target_chunk, weight, bias).float().log_softmax(-1)
-            draft_logprobs = F.linear(draft_chunk, weight, bias).float().log_softmax(-1)
-            probs = target_logprobs.exp()
-            total = total + (probs * (target_logprobs - draft_logprobs)).sum()
-            gradients.append((draft_logprobs.exp() - probs).to(weight.dtype) @ weight)
+        for first in range(0, len(draft), chunk):
+            some = slice(first, first + chunk)
+            log_p = F.linear(target[some], weight, bias).float().log_softmax(-1)
+            log_q = F.linear(draft[some], weight, bias).float().log_softmax(-1)
+            value, gradient = loss(log_p, log_q, None if labels is None else labels[some])
+            total = total + value.sum()
+            gradients.append(gradient.to(weight.dtype) @ weight)
         ctx.save_for_backward(torch.cat(gradients).to(draft.dtype) / len(draft))
         return total / len(draft)
 
     @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = ctx.saved_tensors
-        return grad_output * gradient, None, None, None
+        return grad_output * gradient, None, None, None, None, None
 
 
-def forward_kl(draft: Tensor, target: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return the mean KL(target || draft) in nats per token.
+def distillation_loss(
+    loss: Loss, draft: Tensor, target: Tensor, weight: Tensor, bias: Tensor | None = None, labels: Tensor | None = None
+) -> Tensor:
+    """Return the mean loss per token.
 
     Args:
+        loss: of LOSSES, or `jensen_shannon(beta)`.
         draft: [num_tokens, hidden_size] normed output of the exit head; gets the gradient.
         target: [num_tokens, hidden_size] normed output of the target.
         weight: [vocab_size, hidden_size] the LM head both share, frozen.
         bias: [vocab_size] or None.
+        labels: [num_tokens] int64, the text's next tokens; only `text_cross_entropy` reads them.
     """
-    return _ForwardKL.apply(draft, target, weight, bias)
+    return _Chunked.apply(draft, target, weight, bias, labels, loss)

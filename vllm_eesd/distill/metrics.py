@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from vllm_eesd.distill.losses import CHUNK_LOGITS
-from vllm_eesd.distill.model import ExitHead, Target
+from vllm_eesd.distill.model import Target
 
 LONGEST_DRAFT = 8
 
 
 @torch.no_grad()
-def evaluate(target: Target, head: ExitHead, windows: Tensor, first: int = 0) -> dict[str, Any]:
+def evaluate(target: Target, head: nn.Module, windows: Tensor, first: int = 0) -> dict[str, Any]:
     """Return the head's agreement with the target, in float32.
 
     Args:
@@ -28,30 +29,21 @@ def evaluate(target: Target, head: ExitHead, windows: Tensor, first: int = 0) ->
             text (there the drafts that match are the text), teacher-forced elsewhere.
         matches_per_position: share of positions from which the first i + 1 all match.
     """
-    device = target.lm_head.weight.device
     seq_len = windows.shape[1]
     depth = min(LONGEST_DRAFT, seq_len - first)
     kl = overlap = agreed = 0.0
     num_first = num_rounds = 0
     leading = torch.zeros(depth, dtype=torch.float64)
-    for rows in windows.split(max(1, CHUNK_LOGITS // (seq_len * target.config.vocab_size))):
-        exit_hidden, target_hidden, rotary = target(rows.to(device))
-        target_logits = target.lm_head(target_hidden)
-        target_ids = target_logits.argmax(-1)
-        # A draft sees what was known when its round began: every position begins a round in one of `depth` passes.
-        for phase in range(depth):
-            starts = torch.arange(first + phase, seq_len, depth, device=device)
-            draft_hidden = head(exit_hidden, target_hidden, rotary, _block_starts(starts, seq_len))
-            draft_logits = target.lm_head(draft_hidden)
-            p, q = target_logits[:, starts].log_softmax(-1), draft_logits[:, starts].log_softmax(-1)
-            kl += (p.exp() * (p - q)).sum(dtype=torch.float64).item()
-            overlap += torch.minimum(p.exp(), q.exp()).sum(dtype=torch.float64).item()
-            match = (target_ids == draft_logits.argmax(-1))[:, first + phase :]
-            agreed += match[:, ::depth].sum().item()
-            num_first += len(rows) * len(starts)
-            rounds = match[:, : match.shape[1] // depth * depth].unflatten(1, (-1, depth))
-            leading += rounds.double().cumprod(-1).sum((0, 1)).cpu()
-            num_rounds += rounds.shape[0] * rounds.shape[1]
+    for rows, target_logits, draft_logits, starts in draft_passes(target, head, windows, first):
+        p, q = target_logits[:, starts].log_softmax(-1), draft_logits[:, starts].log_softmax(-1)
+        kl += (p.exp() * (p - q)).sum(dtype=torch.float64).item()
+        overlap += torch.minimum(p.exp(), q.exp()).sum(dtype=torch.float64).item()
+        match = (target_logits.argmax(-1) == draft_logits.argmax(-1))[:, int(starts[0]) :]
+        agreed += match[:, ::depth].sum().item()
+        num_first += (rows.stop - rows.start) * len(starts)
+        rounds = match[:, : match.shape[1] // depth * depth].unflatten(1, (-1, depth))
+        leading += rounds.double().cumprod(-1).sum((0, 1)).cpu()
+        num_rounds += rounds.shape[0] * rounds.shape[1]
     leading /= num_rounds
     return {
         "kl": kl / num_first,
@@ -60,6 +52,27 @@ def evaluate(target: Target, head: ExitHead, windows: Tensor, first: int = 0) ->
         "expected_matches": leading.sum().item(),
         "matches_per_position": [round(share, 4) for share in leading.tolist()],
     }
+
+
+def draft_passes(
+    target: Target, head: nn.Module, windows: Tensor, first: int
+) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
+    """Yield (which windows, target logits, draft logits, where rounds start).
+
+    A draft sees what was known when its round began: every position from `first` on begins a round in one pass of
+    each group of windows. Logits are [num_windows, seq_len, vocab_size].
+    """
+    device, seq_len = target.lm_head.weight.device, windows.shape[1]
+    depth = min(LONGEST_DRAFT, seq_len - first)
+    at_once = max(1, CHUNK_LOGITS // (seq_len * target.config.vocab_size))
+    for row in range(0, len(windows), at_once):
+        rows = slice(row, min(row + at_once, len(windows)))
+        exit_hidden, target_hidden, rotary = target(windows[rows].to(device))
+        target_logits = target.lm_head(target_hidden)
+        for phase in range(depth):
+            starts = torch.arange(first + phase, seq_len, depth, device=device)
+            draft_hidden = head(exit_hidden, target_hidden, rotary, _block_starts(starts, seq_len))
+            yield rows, target_logits, target.lm_head(draft_hidden), starts
 
 
 def _block_starts(starts: Tensor, seq_len: int) -> Tensor:

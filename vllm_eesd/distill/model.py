@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL_LMS
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from vllm_eesd.exit_head.checkpoint import ExitHeadConfig, Prior, Verifier, read_tensors
@@ -41,15 +43,28 @@ class Target(nn.Module):
         Args:
             ids: [num_windows, seq_len] int64; all positions attend to all earlier ones of their window.
         """
+        hidden, arguments = self.embed(ids)
+        for index, layer in enumerate(self.model.model.layers):
+            if index == self.exit_layer:
+                exit_hidden = hidden
+            hidden = layer(hidden, **arguments)
+        return exit_hidden, self.model.model.norm(hidden), arguments["position_embeddings"]
+
+    def embed(self, ids: Tensor) -> tuple[Tensor, dict[str, Any]]:
+        """Return (what enters layer 0, the arguments every layer takes beside the hidden state)."""
         decoder = self.model.model
         hidden = decoder.embed_tokens(ids)
         positions = torch.arange(ids.shape[1], device=ids.device)[None]
         rotary = decoder.rotary_emb(hidden, position_ids=positions)
-        for index, layer in enumerate(decoder.layers):
-            if index == self.exit_layer:
-                exit_hidden = hidden
-            hidden = layer(hidden, attention_mask=None, position_ids=positions, position_embeddings=rotary)
-        return exit_hidden, decoder.norm(hidden), rotary
+        return hidden, {"attention_mask": None, "position_ids": positions, "position_embeddings": rotary}
+
+    def layer_inputs(self, ids: Tensor) -> list[Tensor]:
+        """Return what enters each layer and, last, what leaves the last one: L + 1 hidden states, none normed."""
+        hidden, arguments = self.embed(ids)
+        states = [hidden]
+        for layer in self.model.model.layers:
+            states.append(layer(states[-1], **arguments))
+        return states
 
 
 class ExitHead(nn.Module):
@@ -76,6 +91,24 @@ class ExitHead(nn.Module):
         """
         del target_hidden, block_starts
         return self.norm(self.layer(exit_hidden, attention_mask=None, position_embeddings=rotary))
+
+
+class HeadlessHead(nn.Module):
+    """The target's own final norm: nothing trained."""
+
+    head_type = "headless"
+
+    def __init__(self, layer: nn.Module, norm: nn.Module) -> None:
+        super().__init__()
+        del layer
+        self._norm = (norm,)  # a tuple hides the target's weights from this module's
+
+    def forward(
+        self, exit_hidden: Tensor, target_hidden: Tensor, rotary: tuple[Tensor, Tensor], block_starts: Tensor
+    ) -> Tensor:
+        """Return the normed hidden state; see `ExitHead.forward`."""
+        del target_hidden, rotary, block_starts
+        return self._norm[0](exit_hidden)
 
 
 class DeepContext(nn.Module):
@@ -153,7 +186,7 @@ def _heads(projected: Tensor, head_dim: int, norm: nn.Module | None = None) -> T
     return (heads if norm is None else norm(heads)).transpose(1, 2)
 
 
-HEAD_CLASSES = {head.head_type: head for head in (ExitHead, DeepContextHead)}
+HEAD_CLASSES = {head.head_type: head for head in (HeadlessHead, ExitHead, DeepContextHead)}
 
 
 def load_target(name_or_path: str, exit_layer: int | None, device: str) -> Target:
@@ -164,11 +197,7 @@ def load_target(name_or_path: str, exit_layer: int | None, device: str) -> Targe
     Raises:
         ValueError: no such model, an unsupported kind of it, or exit_layer out of range.
     """
-    config = _read_config(name_or_path)
-    if config.model_type not in EXTRA_TENSORS:
-        raise ValueError(
-            f"model: {name_or_path!r} has model_type {config.model_type!r}, must be one of {sorted(EXTRA_TENSORS)}"
-        )
+    config = read_config(name_or_path)
     num_layers = config.num_hidden_layers
     exit_layer = max(1, num_layers // 6) if exit_layer is None else exit_layer
     if not 1 <= exit_layer < num_layers:
@@ -199,35 +228,68 @@ def new_head(target: Target, init: str, head_type: str = ExitHead.head_type) -> 
     return head
 
 
+def load_head(target: Target, directory: str | os.PathLike) -> nn.Module:
+    """Return the head in `directory`, in float32, frozen.
+
+    Raises:
+        ValueError: no head there, or one of another target or exit layer.
+    """
+    config = ExitHeadConfig.load(directory)
+    config.check_target(target.config)
+    if config.exit_layer != target.exit_layer:
+        raise ValueError(f"exit_layer is {target.exit_layer}, the head in {directory} has {config.exit_layer}")
+    head = new_head(target, "last", config.head_type)
+    head.load_state_dict({name: tensor.float() for name, tensor in read_tensors(directory).items()})
+    return head.to(target.lm_head.weight.device).requires_grad_(False).eval()
+
+
 def head_config(target: Target, name_or_path: str, head_type: str, prior: Prior) -> ExitHeadConfig:
-    """Return what the head's config.json says; a local target is named by its directory only."""
-    config = target.config
-    layer = {field: getattr(config, field) for field in LAYER_CONFIG_FIELDS if getattr(config, field, None) is not None}
-    verifier = Verifier(
-        name_or_path=Path(name_or_path).resolve().name if Path(name_or_path).exists() else name_or_path,
-        architecture=(config.architectures or [type(target.model).__name__])[0],
-        hidden_size=config.hidden_size,
-        num_hidden_layers=config.num_hidden_layers,
-        vocab_size=config.vocab_size,
-    )
+    """Return what the head's config.json says."""
     return ExitHeadConfig(
         exit_layer=target.exit_layer,
         head_type=head_type,
-        verifier=verifier,
-        transformer_layer_config=layer,
+        verifier=target_verifier(target.config, name_or_path),
+        transformer_layer_config=layer_config(target.config),
         prior=prior,
+    )
+
+
+def layer_config(config: Any) -> dict[str, Any]:
+    """Return what of the target's config says how its layers are built."""
+    return {field: getattr(config, field) for field in LAYER_CONFIG_FIELDS if getattr(config, field, None) is not None}
+
+
+def target_verifier(config: Any, name_or_path: str) -> Verifier:
+    """Return the description of a target; a local one is named by its directory only."""
+    local = Path(name_or_path).exists()
+    return Verifier(
+        name_or_path=Path(name_or_path).resolve().name if local else name_or_path,
+        architecture=(config.architectures or [CAUSAL_LMS[config.model_type]])[0],
+        hidden_size=config.hidden_size,
+        num_hidden_layers=config.num_hidden_layers,
+        vocab_size=config.vocab_size,
     )
 
 
 def saved_dtype(name_or_path: str) -> torch.dtype:
     """Return the dtype the target's weights are stored in: the head is served in it, so it is stored in it too."""
-    dtype = _read_config(name_or_path).dtype
+    dtype = read_config(name_or_path).dtype
     return dtype if dtype in (torch.bfloat16, torch.float16) else torch.float32
 
 
-def _read_config(name_or_path: str) -> Any:
+def read_config(name_or_path: str) -> Any:
+    """Return the target's transformers config.
+
+    Raises:
+        ValueError: no such model, or an unsupported kind of it.
+    """
     try:
-        return AutoConfig.from_pretrained(name_or_path)
+        config = AutoConfig.from_pretrained(name_or_path)
     except (OSError, ValueError) as error:
         reason = " ".join(str(error).split())[:160]
         raise ValueError(f"model: {name_or_path!r} is no model directory and no known model id ({reason})") from None
+    if config.model_type not in EXTRA_TENSORS:
+        raise ValueError(
+            f"model: {name_or_path!r} has model_type {config.model_type!r}, must be one of {sorted(EXTRA_TENSORS)}"
+        )
+    return config

@@ -3,25 +3,35 @@
 from __future__ import annotations
 
 import argparse
-import json
-import shlex
+import contextlib
 import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from pydantic import ValidationError
-from transformers import AutoTokenizer
+from torch import nn
+from tqdm import tqdm
 
-from vllm_eesd.distill.data import TokenData, long_enough, read_sources, spaced_windows, split_held_out
+from vllm_eesd.distill.data import TokenData, long_enough, spaced_windows, split_held_out
 from vllm_eesd.distill.generate import generated_windows, greedy_held_out
 from vllm_eesd.distill.metrics import evaluate
-from vllm_eesd.distill.model import ExitHead, Target, head_config, load_target, new_head, saved_dtype
+from vllm_eesd.distill.model import Target, head_config, load_target, new_head, saved_dtype
+from vllm_eesd.distill.probe import best_exit_layer, probe
+from vllm_eesd.distill.processes import Processes, launched_processes
+from vllm_eesd.distill.report import check_writable, serve_command, write_json
+from vllm_eesd.distill.tensorboard import open_tensorboard
+from vllm_eesd.distill.text import check_seq_len, measuring_windows, read_text
 from vllm_eesd.distill.train import TrainConfig, train
 from vllm_eesd.exit_head.checkpoint import Prior, write_head
 
 # Windows measured on; 64 x 512 tokens give the agreement to about 0.3 percentage points.
 HELD_OUT_WINDOWS = 64
+# Of those, what is measured again and again during training.
+WATCHED_WINDOWS = 4
+# What `--exit-layer auto` looks at: `eesd probe`'s own defaults.
+PROBE_WINDOWS, PROBE_SEQ_LEN = 16, 256
 # Ten observations: a sensible first draft length, soon outweighed by what a request itself shows.
 PRIOR_OBSERVATIONS = 10
 
@@ -33,19 +43,51 @@ def run(args: argparse.Namespace) -> int:
         ValueError: a wrong argument or unusable data, before anything is trained or written.
     """
     config = _train_config(args)
-    _check_output(Path(args.output), args.model)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    target = load_target(args.model, args.exit_layer, device)
+    with launched_processes(device) as processes:
+        processes.check_batch(config.batch, config.accumulate)
+        if processes.is_first:
+            _check_output(Path(args.output), args.model)
+            open_tensorboard(getattr(args, "tensorboard", None)).close()
+        exit_layer = processes.agree(_exit_layer(args) if processes.is_first else 0)
+        target = load_target(args.model, exit_layer, device)
+        if processes.is_first:
+            _check_room(args, target)
+        with tempfile.TemporaryDirectory(prefix="eesd-distill-") as temporary:
+            work = Path(processes.agree(args.work or temporary))
+            work.mkdir(parents=True, exist_ok=True)
+            _distill(args, target, config, work, processes)
+    return 0
+
+
+def _distill(args: argparse.Namespace, target: Target, config: TrainConfig, work: Path, processes: Processes) -> None:
     train_text, held_out_text = _read_text(args, target, config.seq_len)
-    with tempfile.TemporaryDirectory(prefix="eesd-distill-") as temporary:
-        work = Path(args.work or temporary)
-        work.mkdir(parents=True, exist_ok=True)
-        data = TokenData(train_text, _own_text(args, target, train_text, work, config))
-        head = new_head(target, config.init, config.head_type)
-        held_out = _held_out(args, target, held_out_text, config.seq_len)
-        before = _measure(target, head, held_out)
+    if processes.is_first:  # the others then find it made
+        _own_text(args, target, train_text, work, config)
+    processes.wait()
+    data = TokenData(train_text, _own_text(args, target, train_text, work, config))
+    head = new_head(target, config.init, config.head_type)
+    held_out = _held_out(args, target, held_out_text, config.seq_len) if processes.is_first else {}
+    before = _measure(target, head, held_out)
+    if processes.is_first:
         print(_describe("before", before), flush=True)
-        record = train(target, head, data, config, work / "checkpoint.pt" if args.work else None)
+    with _watch(args, target, head, held_out, processes) as on_step:
+        record = train(target, head, data, config, work / "checkpoint.pt" if args.work else None, on_step, processes)
+    if processes.is_first:
+        _write(args, target, head, config, held_out, {"before": before}, record)
+    processes.wait()
+
+
+def _write(
+    args: argparse.Namespace,
+    target: Target,
+    head: nn.Module,
+    config: TrainConfig,
+    held_out: dict,
+    outcome: dict,
+    record: dict,
+) -> None:
+    """Write the head as it will be served, measured in that dtype, and say what comes next."""
     dtype = saved_dtype(args.model)
     for parameter in head.parameters():
         parameter.data = parameter.data.to(dtype).float()
@@ -54,13 +96,62 @@ def run(args: argparse.Namespace) -> int:
     prior = _prior(after.get("greedy", after["text"])["agreement"])
     tensors = {name: tensor.to(dtype) for name, tensor in head.state_dict().items()}
     write_head(args.output, head_config(target, args.model, config.head_type, prior), tensors)
+    following = serve_command(args.model, args.output)
     if args.json:
-        outcome = {"head": str(args.output), "exit_layer": target.exit_layer, "before": before, "after": after}
-        Path(args.json).parent.mkdir(parents=True, exist_ok=True)
-        Path(args.json).write_text(json.dumps(outcome | record, indent=1) + "\n")
+        outcome |= {"head": str(args.output), "exit_layer": target.exit_layer, "after": after, "next": following}
+        write_json(args.json, outcome | record)
     print(f"wrote {args.output}; {record['tokens']} tokens in {record['minutes']:.1f} minutes")
-    print(f"next: {_serve_command(args.model, args.output)}")
-    return 0
+    print(f"next: {following}")
+
+
+def _exit_layer(args: argparse.Namespace) -> int:
+    """Return N; `auto` takes the layer that `eesd probe` expects most of."""
+    if args.exit_layer != "auto":
+        return args.exit_layer
+    target = load_target(args.model, 1, "cpu")
+    windows = measuring_windows(target, args.model, None, PROBE_WINDOWS, min(PROBE_SEQ_LEN, args.seq_len))
+    results, _ = probe(target, windows)
+    exit_layer = best_exit_layer(results)
+    print(f"exit layer {exit_layer} of {target.config.num_hidden_layers}, chosen as `eesd probe` does", flush=True)
+    return exit_layer
+
+
+def _check_room(args: argparse.Namespace, target: Target) -> None:
+    """Refuse, before training, an output that could not be written: the head and, in `work`, its training state."""
+    layer = target.model.model.layers[target.exit_layer]
+    head_bytes = sum(parameter.numel() for parameter in layer.parameters()) * 4
+    check_writable(args.output, head_bytes, "output")
+    if args.work:
+        # Parameters and up to two moments, and the old file until the new one is whole.
+        check_writable(args.work, 6 * head_bytes, "work")
+    if args.json:
+        check_writable(Path(args.json).parent, 1 << 20, "json")
+
+
+@contextlib.contextmanager
+def _watch(
+    args: argparse.Namespace, target: Target, head: nn.Module, held_out: dict, processes: Processes
+) -> Iterator[Callable[[int, float], None] | None]:
+    """Yield what is called after every step: TensorBoard's losses, and now and then the held-out tokens per round."""
+    if not processes.is_first:
+        yield None
+        return
+    directory, every = getattr(args, "tensorboard", None), getattr(args, "measure_every", None) or 0
+    writer = open_tensorboard(directory)
+    windows, first = held_out.get("greedy", held_out["text"])
+    few = windows[:WATCHED_WINDOWS]
+
+    def on_step(step: int, loss: float) -> None:
+        writer.add_scalar("loss", loss, step)
+        if every and step % every == 0:
+            expected = 1 + evaluate(target, head, few, first)["expected_matches"]
+            writer.add_scalar("held_out_tokens_per_round", expected, step)
+            tqdm.write(f"step {step}: loss {loss:.4f}, {expected:.2f} tokens per round expected, held out")
+
+    try:
+        yield on_step
+    finally:
+        writer.close()
 
 
 def _train_config(args: argparse.Namespace) -> TrainConfig:
@@ -83,19 +174,12 @@ def _check_output(output: Path, model: str) -> None:
 
 
 def _read_text(args: argparse.Namespace, target: Target, seq_len: int) -> tuple[list, list]:
-    longest = getattr(target.config, "max_position_embeddings", None)
-    if longest is not None and seq_len > longest:
-        raise ValueError(f"seq_len is {seq_len}, must be at most {longest}, the target's max_position_embeddings")
-    window = getattr(target.config, "sliding_window", None)
-    if window is not None and seq_len > window:
-        raise ValueError(f"seq_len is {seq_len}, must be at most {window}, the target's sliding_window")
-    paths, held_out_paths = [Path(p) for p in args.data], [Path(p) for p in getattr(args, "held_out", None) or []]
-    needs_tokenizer = any(path.suffix != ".bin" for path in paths + held_out_paths)
-    tokenizer = AutoTokenizer.from_pretrained(args.model) if needs_tokenizer else None
-    text = read_sources(paths, tokenizer, target.config.vocab_size)
+    check_seq_len(target.config, seq_len)
+    text = read_text(args.model, target.config, args.data)
+    held_out_paths = getattr(args, "held_out", None) or []
     if not held_out_paths:
         return split_held_out(text, seq_len)
-    held_out = read_sources(held_out_paths, tokenizer, target.config.vocab_size)
+    held_out = read_text(args.model, target.config, held_out_paths)
     return long_enough(text, seq_len, "data"), long_enough(held_out, seq_len, "held_out")
 
 
@@ -123,7 +207,7 @@ def _held_out(
 
 
 def _measure(
-    target: Target, head: ExitHead, held_out: dict[str, tuple[torch.Tensor, int]]
+    target: Target, head: nn.Module, held_out: dict[str, tuple[torch.Tensor, int]]
 ) -> dict[str, dict[str, Any]]:
     return {name: evaluate(target, head, windows, first) for name, (windows, first) in held_out.items()}
 
@@ -140,10 +224,3 @@ def _describe(when: str, measured: dict[str, dict[str, Any]]) -> str:
 def _prior(agreement: float) -> Prior:
     accepted = min(max(agreement, 0.05), 0.95) * PRIOR_OBSERVATIONS
     return Prior(alpha=round(accepted, 3), beta=round(PRIOR_OBSERVATIONS - accepted, 3))
-
-
-def _serve_command(model: str, output: str) -> str:
-    if Path(output).resolve() == (Path(model) / "eesd").resolve():
-        return f"vllm serve {shlex.quote(str(model))} --speculative-config eesd"
-    speculative = json.dumps({"method": "eesd", "model": str(output)})
-    return f"vllm serve {shlex.quote(str(model))} --speculative-config {shlex.quote(speculative)}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,13 +11,15 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from pydantic import BaseModel, ConfigDict, Field
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm import tqdm
 
 from vllm_eesd.distill.data import TokenData
-from vllm_eesd.distill.losses import forward_kl
+from vllm_eesd.distill.losses import LOSS_NAMES, build_loss, distillation_loss
 from vllm_eesd.distill.metrics import LONGEST_DRAFT
-from vllm_eesd.distill.model import ExitHead, Target
+from vllm_eesd.distill.model import Target
+from vllm_eesd.distill.processes import ALONE, Processes
+from vllm_eesd.distill.state import resume, save
 
 # A warm start needs only a short warm-up: it keeps the first, badly scaled steps small.
 WARMUP_STEPS = 30
@@ -36,8 +37,11 @@ class TrainConfig(BaseModel):
         minutes: stop after this long, resumed parts included, if earlier than steps; None is no limit.
         batch: windows a step.
         seq_len: tokens a window.
+        accumulate: parts a process computes its share of a step in, one after the other, to save memory.
         lr: the highest learning rate, of Muon for matrices and AdamW for norms; None goes by the target's width.
         init: what the head starts from: the target's "last" or "exit" layer, or the directory of a head.
+        loss: what the head minimises, see `vllm_eesd.distill.losses`.
+        jsd_beta: of the loss `jsd`.
         head_type: of the head, see `vllm_eesd.distill.model`.
         seed: of the order of the data and of generated text.
         compile: torch.compile the step; slow to start, about a fifth faster on a CPU.
@@ -49,8 +53,11 @@ class TrainConfig(BaseModel):
     minutes: float | None = Field(None, gt=0)
     batch: int = Field(8, ge=1)
     seq_len: int = Field(512, ge=2)
+    accumulate: int = Field(1, ge=1)
     lr: float | None = Field(None, gt=0)
     init: str = "last"
+    loss: Literal[LOSS_NAMES] = "forward_kl"
+    jsd_beta: float = Field(0.5, gt=0, lt=1)
     head_type: Literal["transformer", "deep_context"] = "transformer"
     seed: int = Field(0, ge=0)
     compile: bool = False
@@ -58,61 +65,63 @@ class TrainConfig(BaseModel):
 
 def train(
     target: Target,
-    head: ExitHead,
+    head: nn.Module,
     data: TokenData,
     config: TrainConfig,
     checkpoint: Path | None = None,
     on_step: Callable[[int, float], None] | None = None,
+    processes: Processes = ALONE,
 ) -> dict[str, Any]:
     """Train `head` in place and return {"steps", "tokens", "minutes", "tokens_per_s", "losses"}.
 
     Args:
         checkpoint: resumed from if it exists; written every two minutes, at the end, and when interrupted.
         on_step: called with (steps done, loss) after every step.
+        processes: those that train together; each takes its share of every batch.
     Raises:
-        ValueError: the checkpoint belongs to another run.
+        ValueError: the checkpoint belongs to another run, or the batch cannot be shared out.
     """
-    device = target.lm_head.weight.device.type
+    processes.check_batch(config.batch, config.accumulate)
     lr = DEFAULT_LR / math.sqrt(target.config.hidden_size) if config.lr is None else config.lr
     optimizers = _make_optimizers(head, lr)
     run = {"step": 0, "elapsed_s": 0.0, "losses": []}
     if checkpoint is not None and checkpoint.exists():
-        run = _resume(checkpoint, head, optimizers, config, target)
-    first, began = run["step"], time.monotonic() - run["elapsed_s"]
-    step_loss = _step_loss(target, head, device)
-    step_loss = torch.compile(step_loss) if config.compile else step_loss
+        run = resume(checkpoint, head, optimizers, config, target)
+    processes.wait()
+    began = time.monotonic() - run["elapsed_s"]
+    gradients = _gradients_of(target, head, config, processes)
     saved_at, whole_step = time.monotonic(), True
-    progress = tqdm(total=config.steps, initial=first, desc="distilling", unit="step")
+    keeps = checkpoint if processes.is_first else None
+    progress = tqdm(
+        total=config.steps, initial=run["step"], desc="distilling", unit="step", disable=not processes.is_first
+    )
     try:
         while run["step"] < config.steps and not _out_of_time(config, run):
-            scale = learning_rate_scale(run["step"], run["elapsed_s"], config)
             for optimizer in optimizers:
-                optimizer.param_groups[0]["lr"] = lr * scale
+                optimizer.param_groups[0]["lr"] = lr * learning_rate_scale(run["step"], run["elapsed_s"], config)
             ids = data.batch_at(run["step"], config.batch, config.seq_len, config.seed)
-            block_starts = random_block_starts(config.seq_len, (config.seed, run["step"], 1))
-            loss = step_loss(ids.to(device), block_starts.to(device))
-            loss.backward()
+            loss = gradients(ids, random_block_starts(config.seq_len, (config.seed, run["step"], 1)))
             torch.nn.utils.clip_grad_norm_(head.parameters(), 1.0)
             whole_step = False
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
             run["step"] += 1
-            run["elapsed_s"] = time.monotonic() - began
-            run["losses"].append(round(loss.item(), 5))
+            run["elapsed_s"] = processes.agree(time.monotonic() - began)
+            run["losses"].append(round(loss, 5))
             whole_step = True
             progress.update()
             progress.set_postfix(loss=f"{sum(run['losses'][-20:]) / len(run['losses'][-20:]):.4f}", refresh=False)
             if on_step is not None:
                 on_step(run["step"], run["losses"][-1])
             if time.monotonic() - saved_at > SAVE_EVERY_S:
-                _save(checkpoint, head, optimizers, config, target, run)
+                save(keeps, head, optimizers, config, target, run)
                 saved_at = time.monotonic()
     finally:
         progress.close()
         # Also when interrupted, unless that was within a step: half of one would make the resumed run another one.
         if whole_step:
-            _save(checkpoint, head, optimizers, config, target, run)
+            save(keeps, head, optimizers, config, target, run)
     tokens = run["step"] * config.batch * config.seq_len
     return {
         "steps": run["step"],
@@ -121,6 +130,25 @@ def train(
         "tokens_per_s": tokens / max(run["elapsed_s"], 1e-9),
         "losses": run["losses"],
     }
+
+
+def _gradients_of(
+    target: Target, head: nn.Module, config: TrainConfig, processes: Processes
+) -> Callable[[Tensor, Tensor], float]:
+    """Return a function that leaves the whole batch's gradient in the head's parameters and returns its loss."""
+    device = target.lm_head.weight.device
+    step_loss = _step_loss(target, head, config, device.type)
+    step_loss = torch.compile(step_loss) if config.compile else step_loss
+
+    def gradients(ids: Tensor, block_starts: Tensor) -> float:
+        total = 0.0
+        for rows in processes.share_of(ids).chunk(config.accumulate):
+            loss = step_loss(rows.to(device), block_starts.to(device)) / config.accumulate
+            loss.backward()
+            total += loss.item()
+        return processes.average(total, head.parameters())
+
+    return gradients
 
 
 def learning_rate_scale(step: int, elapsed_s: float, config: TrainConfig) -> float:
@@ -144,19 +172,25 @@ def uses_bfloat16(device: str) -> bool:
     return device == "cuda" or torch.cpu._is_avx512_bf16_supported()
 
 
-def _step_loss(target: Target, head: ExitHead, device: str) -> Callable[[Tensor, Tensor], Tensor]:
+def _step_loss(
+    target: Target, head: nn.Module, config: TrainConfig, device: str
+) -> Callable[[Tensor, Tensor], Tensor]:
+    loss, on_text = build_loss(config.loss, config.jsd_beta), config.loss == "ce_text"
+
     def step_loss(ids: Tensor, block_starts: Tensor) -> Tensor:
         with torch.autocast(device, dtype=torch.bfloat16, enabled=uses_bfloat16(device)):
             with torch.no_grad():
                 exit_hidden, target_hidden, rotary = target(ids)
-            draft_hidden = head(exit_hidden, target_hidden, rotary, block_starts)
-            lm_head = target.lm_head
-            return forward_kl(draft_hidden.flatten(0, 1), target_hidden.flatten(0, 1), lm_head.weight, lm_head.bias)
+            hidden, labels = head(exit_hidden, target_hidden, rotary, block_starts), None
+            if on_text:  # the last position's next token is not in the window
+                hidden, target_hidden, labels = hidden[:, :-1], target_hidden[:, :-1], ids[:, 1:].flatten()
+            weight, bias = target.lm_head.weight, target.lm_head.bias
+            return distillation_loss(loss, hidden.flatten(0, 1), target_hidden.flatten(0, 1), weight, bias, labels)
 
     return step_loss
 
 
-def _make_optimizers(head: ExitHead, lr: float) -> list[torch.optim.Optimizer]:
+def _make_optimizers(head: nn.Module, lr: float) -> list[torch.optim.Optimizer]:
     # In 300,000 tokens Muon brought agreement to 0.655 where AdamW, at its best rate, brought it to 0.632.
     matrices = [p for p in head.parameters() if p.ndim == 2]
     others = [p for p in head.parameters() if p.ndim != 2]
@@ -168,55 +202,3 @@ def _make_optimizers(head: ExitHead, lr: float) -> list[torch.optim.Optimizer]:
 
 def _out_of_time(config: TrainConfig, run: dict[str, Any]) -> bool:
     return config.minutes is not None and run["elapsed_s"] >= 60 * config.minutes
-
-
-def _identity(config: TrainConfig, target: Target) -> dict[str, Any]:
-    """What must be the same for a checkpoint to be of this run; steps and minutes may grow."""
-    fields = config.model_dump(exclude={"steps", "minutes", "compile"})
-    weights = round(target.model.model.norm.weight.double().sum().item(), 6)
-    return fields | {"exit_layer": target.exit_layer, "target_weights": weights}
-
-
-def _save(
-    checkpoint: Path | None,
-    head: ExitHead,
-    optimizers: list[torch.optim.Optimizer],
-    config: TrainConfig,
-    target: Target,
-    run: dict[str, Any],
-) -> None:
-    if checkpoint is None:
-        return
-    state = {
-        "head": head.state_dict(),
-        "optimizers": [optimizer.state_dict() for optimizer in optimizers],
-        "identity": _identity(config, target),
-        "run": run,
-    }
-    temporary = checkpoint.with_suffix(".tmp")
-    torch.save(state, temporary)
-    os.replace(temporary, checkpoint)
-
-
-def _resume(
-    checkpoint: Path,
-    head: ExitHead,
-    optimizers: list[torch.optim.Optimizer],
-    config: TrainConfig,
-    target: Target,
-) -> dict[str, Any]:
-    try:
-        state = torch.load(checkpoint, map_location="cpu", weights_only=True)
-        saved, run = state["identity"], state["run"]
-    except Exception as error:  # torch.load raises many kinds for a damaged file
-        reason = " ".join(str(error).split())[:120]
-        raise ValueError(f"work: {checkpoint} is damaged ({reason}); remove it to start again") from None
-    for field, value in _identity(config, target).items():
-        if saved.get(field) != value:
-            raise ValueError(
-                f"work: {checkpoint} has {field} {saved.get(field)!r}, this run {value!r}; use another --work"
-            )
-    head.load_state_dict(state["head"])
-    for optimizer, saved_state in zip(optimizers, state["optimizers"], strict=True):
-        optimizer.load_state_dict(saved_state)
-    return run

@@ -22,6 +22,7 @@ from vllm_eesd.exit_head.shapes import expected_shapes
 
 CONFIG_NAME = "config.json"
 WEIGHTS_NAME = "model.safetensors"
+CALIBRATION_NAME = "calibration.json"
 SPECULATORS_MODEL_TYPE = "eesd"
 # The release of `speculators` whose config layout this one follows.
 SPECULATORS_VERSION = "0.3.0"
@@ -142,7 +143,7 @@ class ExitHeadConfig(BaseModel):
         try:
             return cls.model_validate(fields)
         except ValidationError as error:
-            raise ValueError(f"{path}: {_one_line(error)}") from None
+            raise ValueError(f"{path}: {one_line(error)}") from None
 
     def save(self, directory: str | os.PathLike) -> None:
         """Write config.json into `directory`, made if missing; an existing one is replaced in one step."""
@@ -256,6 +257,7 @@ def write_head(directory: str | os.PathLike, config: ExitHeadConfig, tensors: di
             save_file(contiguous, Path(temporary) / WEIGHTS_NAME, metadata={"format": "pt"})
         config_file = config._write_temporary(Path(temporary))
         (directory / CONFIG_NAME).unlink(missing_ok=True)
+        (directory / CALIBRATION_NAME).unlink(missing_ok=True)  # it says what the old head's confidences meant
         if tensors:
             os.replace(Path(temporary) / WEIGHTS_NAME, directory / WEIGHTS_NAME)
         else:
@@ -322,7 +324,8 @@ def _check_same_names(path: Path, found: set[str], expected: set[str]) -> None:
             raise ValueError(f"{path}: {kind} tensor {min(names)!r} ({len(names)} {kind}, {len(expected)} expected)")
 
 
-def _one_line(error: ValidationError) -> str:
+def one_line(error: ValidationError) -> str:
+    """Return pydantic's first complaint as one line: field, what is allowed, value."""
     first = error.errors()[0]
     where = ".".join(str(part) for part in first["loc"])
     message = first["msg"].removeprefix("Value error, ")

@@ -1,0 +1,201 @@
+"""Whole `eesd distill` runs: killed ones, ones that share the work, and ones that could not end well."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from argparse import Namespace
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from vllm_eesd.distill import report
+from vllm_eesd.distill.data import TokenData
+from vllm_eesd.distill.model import load_target, new_head
+from vllm_eesd.distill.processes import Processes
+from vllm_eesd.distill.run import run
+from vllm_eesd.distill.train import TrainConfig, train
+from vllm_eesd.exit_head.checkpoint import ExitHeadConfig
+
+VOCAB, LAYERS, SEQ_LEN = 64, 4, 32
+# The same sums in another order; Muon's iterations enlarge what AdamW would leave alone.
+SUM_TOLERANCE = 1e-3
+# The command itself, saving its state after every step so that a kill finds something to resume from.
+COMMAND = """
+import sys, torch
+from vllm_eesd import cli
+from vllm_eesd.distill import train
+torch.set_num_threads(1)
+train.SAVE_EVERY_S = 0
+sys.exit(cli.main(sys.argv[1:]))
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory):
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        tie_word_embeddings=False,
+        initializer_range=0.2,
+    )
+    directory = tmp_path_factory.mktemp("target")
+    LlamaForCausalLM(config).save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture
+def text(tmp_path):
+    np.random.default_rng(0).integers(0, VOCAB, 4_000).astype(np.uint16).tofile(tmp_path / "text.bin")
+    return tmp_path / "text.bin"
+
+
+def make_args(model_dir, text, output, **changes) -> Namespace:
+    given = {"model": str(model_dir), "exit_layer": 1, "data": [str(text)], "output": str(output), "steps": 6}
+    given |= {"minutes": None, "batch": 4, "seq_len": SEQ_LEN, "lr": 3e-3, "work": None, "json": None}
+    return Namespace(**(given | changes))
+
+
+def command_line(model_dir, text, output, work, *more) -> list[str]:
+    words = ["distill", model_dir, "--exit-layer", 1, "--data", text, "-o", output, "--work", work, "--steps", 60]
+    words += ["--batch", 4, "--seq-len", SEQ_LEN, "--lr", 0.003, "--self-generate", 4, *more]
+    return [str(word) for word in words]
+
+
+def start(arguments, **environment) -> subprocess.Popen:
+    settings = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"} | environment
+    return subprocess.Popen(
+        [sys.executable, "-c", COMMAND, *arguments], env=settings, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+
+
+def finish(process) -> str:
+    output = process.communicate(timeout=300)[0].decode()
+    assert process.returncode == 0, output
+    return output
+
+
+def kill_at_a_random_moment(process, checkpoint) -> None:
+    """SIGKILL between the first checkpoint and about the run's end."""
+    while not checkpoint.exists() and process.poll() is None:
+        time.sleep(0.01)
+    time.sleep(random.Random(os.getpid()).uniform(0, 0.4))
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+
+
+def test_sigkill_and_resume_give_the_same_bytes(model_dir, text, tmp_path):
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    finish(start(command_line(model_dir, text, whole, tmp_path / "work_whole")))
+    work = tmp_path / "work_killed"
+    process = start(command_line(model_dir, text, killed, work))
+    kill_at_a_random_moment(process, work / "checkpoint.pt")
+    assert process.returncode == -signal.SIGKILL and not killed.exists()
+    step = torch.load(work / "checkpoint.pt", weights_only=True)["run"]["step"]
+    assert 1 <= step < 60
+    finish(start(command_line(model_dir, text, killed, work)))
+    for name in ("model.safetensors", "config.json"):
+        assert (killed / name).read_bytes() == (whole / name).read_bytes(), f"{name}, killed after step {step}"
+
+
+def test_parts_of_a_step_change_nothing_but_memory(model_dir, text):
+    target, data = load_target(str(model_dir), 1, "cpu"), TokenData([np.fromfile(text, dtype=np.uint16)])
+    heads, sizes = [], []
+    forward = type(target).forward
+    for accumulate in (1, 4):
+        sizes.append(set())
+        type(target).forward = lambda self, ids: sizes[-1].add(len(ids)) or forward(self, ids)
+        heads.append(new_head(target, "last"))
+        try:
+            train(target, heads[-1], data, TrainConfig(steps=4, batch=8, seq_len=SEQ_LEN, accumulate=accumulate))
+        finally:
+            type(target).forward = forward
+    assert sizes == [{8}, {2}]
+    for name, tensor in heads[0].state_dict().items():
+        torch.testing.assert_close(heads[1].state_dict()[name], tensor, atol=SUM_TOLERANCE, rtol=SUM_TOLERANCE)
+
+
+def test_two_processes_train_what_one_does(model_dir, text, tmp_path):
+    """Launched as torch's and accelerate's launchers do it: by environment variables, over gloo on a CPU."""
+    finish(start(command_line(model_dir, text, tmp_path / "one", tmp_path / "work_one")))
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = str(free.getsockname()[1])
+    arguments = command_line(model_dir, text, tmp_path / "two", tmp_path / "work_two")
+    both = [
+        start(arguments, MASTER_ADDR="localhost", MASTER_PORT=port, WORLD_SIZE="2", RANK=str(r), LOCAL_RANK=str(r))
+        for r in range(2)
+    ]
+    outputs = [finish(process) for process in both]
+    assert "next: " in outputs[0] and "next: " not in outputs[1]
+    one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "two"))
+    moved = 0.0
+    initial = new_head(load_target(str(model_dir), 1, "cpu"), "last").state_dict()
+    for name, tensor in one.items():
+        torch.testing.assert_close(two[name], tensor, atol=10 * SUM_TOLERANCE, rtol=10 * SUM_TOLERANCE)
+        moved = max(moved, (tensor - initial[name]).abs().max().item())
+    assert moved > 0.05  # the heads agree because both trained, not because neither did
+
+
+def test_a_batch_is_shared_out_whole():
+    rows = torch.arange(12)
+    shares = [Processes(rank, 3).share_of(rows) for rank in range(3)]
+    assert sorted(torch.cat(shares).tolist()) == rows.tolist() and {len(share) for share in shares} == {4}
+    with pytest.raises(ValueError, match=r"batch is 12, must be a multiple of 24 \(3 processes x accumulate 8\)"):
+        Processes(0, 3).check_batch(12, 8)
+
+
+def test_auto_takes_the_layer_the_probe_expects_most_of(model_dir, text, tmp_path, monkeypatch):
+    monkeypatch.setattr("vllm_eesd.distill.run.best_exit_layer", lambda results: results[1].exit_layer)
+    assert run(make_args(model_dir, text, tmp_path / "head", exit_layer="auto", steps=1)) == 0
+    assert ExitHeadConfig.load(tmp_path / "head").exit_layer == 2
+
+
+def test_progress_is_measured_on_held_out_text(model_dir, text, tmp_path, capsys):
+    pytest.importorskip("tensorboard")
+    board = tmp_path / "board"
+    assert run(make_args(model_dir, text, tmp_path / "head", measure_every=2, tensorboard=str(board))) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if "tokens per round expected" in line]
+    assert [line.split(":")[0] for line in lines] == ["step 2", "step 4", "step 6"]
+    assert any(path.name.startswith("events") for path in board.iterdir())
+
+
+@pytest.mark.parametrize("field", ["output", "work", "json"])
+def test_a_place_that_cannot_be_written_is_noticed_before_training(model_dir, text, tmp_path, monkeypatch, field):
+    monkeypatch.setattr("vllm_eesd.distill.run.train", None)
+    changes = {"output": tmp_path / "head", field: "/proc/nowhere/file"}
+    with pytest.raises(ValueError, match=f"{field}: .*cannot write"):
+        run(make_args(model_dir, text, **{k: str(v) for k, v in changes.items()}))
+
+
+def test_a_full_disk_is_noticed_before_training(model_dir, text, tmp_path, monkeypatch):
+    def full(descriptor, offset, length):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("vllm_eesd.distill.run.train", None)
+    monkeypatch.setattr(report.os, "posix_fallocate", full)
+    with pytest.raises(ValueError, match=r"output: .* cannot write .* \(No space left on device\)"):
+        run(make_args(model_dir, text, tmp_path / "head"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["text.bin"]

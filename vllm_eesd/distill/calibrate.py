@@ -1,0 +1,182 @@
+"""What `eesd calibrate` does: drafts on held-out text, counted into calibration.json and the prior of a head.
+
+The rounds are teacher-forced on the target's own greedy text. That is exact, not an approximation: a draft token is
+judged only if all before it were accepted, and accepted greedy drafts ARE the target's text.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from vllm_eesd.distill.data import long_enough
+from vllm_eesd.distill.generate import greedy_held_out
+from vllm_eesd.distill.metrics import LONGEST_DRAFT, draft_passes
+from vllm_eesd.distill.model import Target, load_head, load_target
+from vllm_eesd.distill.report import check_writable, serve_command, write_json
+from vllm_eesd.distill.text import check_seq_len, read_text
+from vllm_eesd.exit_head.checkpoint import ExitHeadConfig, Prior
+from vllm_eesd.policy import Calibration
+from vllm_eesd.policy.calibration import EDGES, FILE_NAME
+
+# A prior worth fewer observations says nothing; one worth more would not yield to what a request shows.
+MIN_CONCENTRATION, MAX_CONCENTRATION = 2.0, 50.0
+# Agreement of 0 or 1 on the sample must not become certainty.
+RATE_RANGE = 0.02, 0.98
+FILE_BYTES = 1 << 16
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """Draft rounds and what the target made of them.
+
+    Attributes:
+        confidences: [num_rounds, longest draft] float32, probability of each drafted token under the draft model.
+        num_accepted: [num_rounds] int64, leading drafts that are the target's choice.
+        window: [num_rounds] int64, the window each round is in.
+    """
+
+    confidences: np.ndarray
+    num_accepted: np.ndarray
+    window: np.ndarray
+
+    def judged(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return (confidence, position, accepted) of every draft token all of whose predecessors were accepted."""
+        position = np.arange(self.confidences.shape[1])
+        rows, positions = np.nonzero(position <= self.num_accepted[:, None])
+        return self.confidences[rows, positions], positions, positions < self.num_accepted[rows]
+
+    def of(self, chosen: np.ndarray) -> Rounds:
+        """Return the rounds that `chosen`, [num_rounds] bool, selects."""
+        return Rounds(self.confidences[chosen], self.num_accepted[chosen], self.window[chosen])
+
+
+def run(args: argparse.Namespace) -> int:
+    """Calibrate a head in place; print the calibration error before and after, and the command that serves it.
+
+    Raises:
+        ValueError: a wrong argument, a head of another target, or unusable data, before anything is measured.
+    """
+    config = ExitHeadConfig.load(args.head)
+    check_writable(args.head, FILE_BYTES, "head")
+    if args.json:
+        check_writable(Path(args.json).parent, FILE_BYTES, "json")
+    target = load_target(args.model, config.exit_layer, "cuda" if torch.cuda.is_available() else "cpu")
+    head = load_head(target, args.head)
+    check_seq_len(target.config, args.seq_len)
+    if args.seq_len < 2 * LONGEST_DRAFT:
+        raise ValueError(f"seq_len is {args.seq_len}, must be at least {2 * LONGEST_DRAFT}")
+    if args.windows < 2:
+        raise ValueError(f"windows is {args.windows}, must be at least 2: one to fit, one to measure the error on")
+    text = long_enough(read_text(args.model, target.config, args.data), args.seq_len, "data")
+    windows, prompt_len = greedy_held_out(target, text, args.windows, args.seq_len)
+    rounds = draft_rounds(target, head, windows, prompt_len - 1)
+    before, after = calibration_errors(rounds)
+    calibration, prior = count(rounds), fit_prior(rounds)
+    state = calibration.state()
+    write_json(
+        Path(args.head) / FILE_NAME,
+        state | {"observed": state["observed"][:LONGEST_DRAFT], "accepted": state["accepted"][:LONGEST_DRAFT]},
+    )
+    config.model_copy(update={"prior": prior}).save(args.head)
+    rates = [round(rate, 4) for rate in calibration.position_rates[:LONGEST_DRAFT].tolist()]
+    outcome = {
+        "head": str(args.head),
+        "rounds": len(rounds.num_accepted),
+        "ece_before": before,
+        "ece_after": after,
+        "prior": prior.model_dump(),
+        "acceptance_per_position": rates,
+        "next": serve_command(args.model, args.head),
+    }
+    if args.json:
+        write_json(args.json, outcome)
+    print(f"calibration error on rounds not fitted to: {before:.4f} raw confidence, {after:.4f} calibrated")
+    print(f"acceptance per position, given the ones before: {' '.join(f'{rate:.2f}' for rate in rates)}")
+    print(f"wrote {Path(args.head) / FILE_NAME}; prior alpha {prior.alpha}, beta {prior.beta}")
+    print(f"next: {outcome['next']}")
+    return 0
+
+
+@torch.no_grad()
+def draft_rounds(target: Target, head: nn.Module, windows: Tensor, first: int) -> Rounds:
+    """Return one round from every position of the windows with enough text behind it, teacher-forced.
+
+    Args:
+        windows: [num_windows, seq_len] int64, from position `first` + 1 on the target's own greedy choices.
+        first: where the first round begins.
+    """
+    confidences, accepted, window = [], [], []
+    for rows, target_logits, draft_logits, starts in draft_passes(target, head, windows, first):
+        depth = min(LONGEST_DRAFT, windows.shape[1] - first)
+        num_rounds = (windows.shape[1] - int(starts[0])) // depth if len(starts) else 0
+        if not num_rounds:
+            continue
+        drafted = slice(int(starts[0]), int(starts[0]) + num_rounds * depth)
+        best = draft_logits[:, drafted].softmax(-1).max(-1)
+        match = best.indices == target_logits[:, drafted].argmax(-1)
+        confidences.append(best.values.reshape(-1, depth).cpu())
+        accepted.append(match.reshape(-1, depth).long().cumprod(-1).sum(-1).cpu())
+        window.append(torch.arange(rows.start, rows.stop).repeat_interleave(num_rounds))
+    # Rounding may take a probability above 1.
+    return Rounds(
+        torch.cat(confidences).clamp(max=1).numpy().astype(np.float32),
+        torch.cat(accepted).numpy(),
+        torch.cat(window).numpy(),
+    )
+
+
+def count(rounds: Rounds) -> Calibration:
+    """Return the table of these rounds, ready to be asked."""
+    counted = Calibration()
+    num_rounds, depth = rounds.confidences.shape
+    counted.observe(rounds.confidences, np.full(num_rounds, depth), rounds.num_accepted)
+    ready = Calibration()
+    ready.restore(counted.state())
+    return ready
+
+
+def calibration_errors(rounds: Rounds) -> tuple[float, float]:
+    """Return the expected calibration error of raw confidences and of calibrated ones.
+
+    The table is counted on every other window and the error measured on the rest.
+    """
+    fitted = count(rounds.of(rounds.window % 2 == 0))
+    confidence, position, accepted = rounds.of(rounds.window % 2 == 1).judged()
+    calibrated = np.empty(len(confidence))
+    for where in np.unique(position):
+        calibrated[position == where] = fitted.acceptance(confidence[position == where], int(where))
+    return expected_calibration_error(confidence, accepted), expected_calibration_error(calibrated, accepted)
+
+
+def expected_calibration_error(predicted: np.ndarray, accepted: np.ndarray) -> float:
+    """Return the mean gap between predicted and observed acceptance of a bin, weighted by how often it occurs.
+
+    Source: arXiv 1706.04599, section 2.
+    """
+    bins = np.searchsorted(EDGES, predicted, side="right")
+    gaps = np.bincount(bins, predicted) - np.bincount(bins, accepted)
+    return float(np.abs(gaps).sum() / max(1, len(predicted)))
+
+
+def fit_prior(rounds: Rounds) -> Prior:
+    """Return the Beta distribution that a window's acceptance rate is drawn from, by its first two moments.
+
+    Windows count alike: pooled, those of high acceptance would weigh more, as they have more judged tokens. A window's
+    observed rate over n tokens varies by m (1 - m) (rho + (1 - rho) / n), where m is the mean and
+    rho = 1 / (alpha + beta + 1).
+    """
+    longest = rounds.confidences.shape[1]
+    accepted = np.bincount(rounds.window, rounds.num_accepted)
+    judged = np.bincount(rounds.window, np.minimum(rounds.num_accepted + 1, longest))
+    accepted, judged = accepted[judged > 0], judged[judged > 0]
+    rates, chance = accepted / judged, float((1 / judged).mean())
+    mean = float(np.clip(rates.mean(), *RATE_RANGE))
+    rho = (rates.var() / (mean * (1 - mean)) - chance) / max(1 - chance, 1e-9)
+    concentration = float(np.clip(1 / rho - 1 if rho > 0 else np.inf, MIN_CONCENTRATION, MAX_CONCENTRATION))
+    return Prior(alpha=round(mean * concentration, 3), beta=round((1 - mean) * concentration, 3))

@@ -1,0 +1,86 @@
+"""What one decoding step spends in each layer, measured on the target's own modules with a KV cache."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from vllm_eesd.distill.model import Target
+
+# Tokens in the cache while timing, where the target takes that many.
+CONTEXT = 256
+# Medians over so many steps, after two that warm up.
+REPEATS, WARM_UP = 15, 2
+
+
+@dataclass(frozen=True)
+class LayerCosts:
+    """Medians, in ms.
+
+    Attributes:
+        layer_ms: [L] each decoder layer, one token.
+        outer_ms: embedding, final norm and LM head, one token.
+        verify_ms: the whole target over 1, 2, 3... tokens.
+    """
+
+    layer_ms: list[float]
+    outer_ms: float
+    verify_ms: list[float]
+
+    def draft_ms(self, exit_layer: int) -> float:
+        """Return the time of one headless draft step at `exit_layer`."""
+        return self.outer_ms + sum(self.layer_ms[:exit_layer])
+
+
+@torch.no_grad()
+def measure_costs(target: Target, longest_draft: int) -> LayerCosts:
+    """Return what layers cost at batch 1, up to `longest_draft` + 1 tokens a step.
+
+    The absolute times are those of transformers' modules, not of a serving engine; their ratios are what counts.
+    """
+    context = min(CONTEXT, target.config.max_position_embeddings - longest_draft - 1)
+    cache = DynamicCache(config=target.config)
+    ids = torch.arange(context + longest_draft + 1, device=target.lm_head.weight.device) % target.config.vocab_size
+    target.model(ids[None, :context], past_key_values=cache, use_cache=True, logits_to_keep=1)
+    single: list[list[float]] = []
+    verify_ms = []
+    for num_tokens in range(1, longest_draft + 2):
+        times = []
+        for repeat in range(REPEATS + WARM_UP):
+            cell = _time_step(target, ids[None, context : context + num_tokens], context, cache)
+            cache.crop(-num_tokens)
+            if repeat >= WARM_UP:
+                times.append(cell)
+        single = single or times
+        # Noise apart, more tokens never cost less.
+        verify_ms.append(max([statistics.median(map(sum, times)), *verify_ms[-1:]]))
+    per_part = [statistics.median(part) for part in zip(*single, strict=True)]
+    return LayerCosts(per_part[:-1], per_part[-1], verify_ms)
+
+
+def _time_step(target: Target, ids: Tensor, context: int, cache: DynamicCache) -> list[float]:
+    """Return the ms of each layer and, last, of everything else in one step over `ids`, [1, num_tokens]."""
+    decoder = target.model.model
+    marks = [_now(ids)]
+    positions = context + torch.arange(ids.shape[1], device=ids.device)[None]
+    hidden, arguments = target.embed(ids)
+    arguments |= {"position_ids": positions, "position_embeddings": decoder.rotary_emb(hidden, position_ids=positions)}
+    marks.append(_now(ids))
+    for layer in decoder.layers:
+        hidden = layer(hidden, **arguments, past_key_values=cache, use_cache=True)
+        marks.append(_now(ids))
+    target.lm_head(decoder.norm(hidden))
+    marks.append(_now(ids))
+    spans = [1000 * (after - before) for before, after in zip(marks, marks[1:], strict=False)]
+    return [*spans[1:-1], spans[0] + spans[-1]]
+
+
+def _now(tensor: Tensor) -> float:
+    if tensor.is_cuda:
+        torch.cuda.synchronize(tensor.device)
+    return time.perf_counter()

@@ -1,0 +1,63 @@
+"""What the commands leave behind: a JSON file, and the next command, ready to paste."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import tempfile
+from pathlib import Path
+from typing import Any
+
+
+def write_json(path: str | os.PathLike, outcome: dict[str, Any]) -> None:
+    """Write `outcome` to `path` in one step; its directory is made if missing."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            json.dump(outcome, file, indent=1)
+            file.write("\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    finally:
+        Path(temporary).unlink(missing_ok=True)
+
+
+def check_writable(directory: str | os.PathLike, num_bytes: int, field: str) -> None:
+    """Refuse, before any work, a directory that could not take the result; nothing stays behind.
+
+    Args:
+        directory: need not exist; its nearest existing parent is tried.
+        num_bytes: about how much will be written.
+        field: the argument's name.
+    Raises:
+        ValueError: the directory cannot be written to, or its disk has too little room.
+    """
+    existing = Path(directory).resolve()
+    while not existing.exists():
+        existing = existing.parent
+    try:
+        with tempfile.NamedTemporaryFile(dir=existing) as file:
+            # Reserves the blocks: what statvfs calls free may be a quota's, or reserved for another user.
+            os.posix_fallocate(file.fileno(), 0, max(1, num_bytes))
+    except OSError as error:
+        raise ValueError(
+            f"{field}: {directory}: cannot write {num_bytes / 1e6:.1f} MB there ({error.strerror}); name another place"
+        ) from None
+
+
+def command(*words: str | os.PathLike) -> str:
+    """Return a shell command, quoted where it must be."""
+    return shlex.join(str(word) for word in words)
+
+
+def serve_command(model: str, head: str | os.PathLike) -> str:
+    """Return the command that serves `model` with the head in directory `head`."""
+    if Path(head).resolve() == (Path(model) / "eesd").resolve():
+        return command("vllm", "serve", model, "--speculative-config", "eesd")
+    speculative = json.dumps({"method": "eesd", "model": str(head)})
+    return command("vllm", "serve", model, "--speculative-config", speculative)

@@ -1,0 +1,68 @@
+"""From files, or from the target itself, to token ids a command can run on."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import AutoTokenizer
+
+from vllm_eesd.distill.data import long_enough, read_sources, spaced_windows
+from vllm_eesd.distill.generate import BATCH, continue_windows
+from vllm_eesd.distill.model import Target
+
+
+def check_seq_len(config: Any, seq_len: int) -> None:
+    """Refuse windows longer than the target can attend over.
+
+    Raises:
+        ValueError: seq_len is above max_position_embeddings or the sliding window.
+    """
+    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+    for field, longest in (
+        ("max_position_embeddings", getattr(config, "max_position_embeddings", None)),
+        ("sliding_window", window),
+    ):
+        if longest is not None and seq_len > longest:
+            raise ValueError(f"seq_len is {seq_len}, must be at most {longest}, the target's {field}")
+
+
+def read_text(model: str, config: Any, paths: Sequence[str | os.PathLike]) -> list[np.ndarray]:
+    """Return the token ids of each file; the target's tokenizer is loaded only where a file is not token ids already.
+
+    Raises:
+        ValueError: a file cannot be used, see `read_sources`.
+    """
+    needs_tokenizer = any(Path(path).suffix != ".bin" for path in paths)
+    tokenizer = AutoTokenizer.from_pretrained(model) if needs_tokenizer else None
+    return read_sources([Path(path) for path in paths], tokenizer, config.vocab_size)
+
+
+def measuring_windows(
+    target: Target, model: str, paths: Sequence[str | os.PathLike] | None, count: int, seq_len: int
+) -> Tensor:
+    """Return windows to measure on, at most [count, seq_len] int64: of the files, else what the target writes itself.
+
+    Raises:
+        ValueError: seq_len does not fit the target, or a file cannot be used or holds no window.
+    """
+    check_seq_len(target.config, seq_len)
+    if paths:
+        return spaced_windows(long_enough(read_text(model, target.config, paths), seq_len, "text"), count, seq_len)
+    return own_text(target, count, seq_len)
+
+
+def own_text(target: Target, count: int, seq_len: int) -> Tensor:
+    """Return [count, seq_len] int64 sampled by the target from its own first token, at temperature 1."""
+    first = next((i for i in (target.config.bos_token_id, target.config.eos_token_id) if isinstance(i, int)), 0)
+    windows = []
+    for done in range(0, count, BATCH):
+        rows = min(BATCH, count - done)
+        prompts = torch.full((rows, 1), first)
+        windows.append(continue_windows(target, prompts, seq_len, torch.ones(rows), seed=done))
+    return torch.cat(windows)
