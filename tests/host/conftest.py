@@ -71,7 +71,7 @@ def cloned_head(tmp_path_factory):
     return make
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def engine():
     """Return open(target, spec=None, **options): a context manager giving an LLM that is torn down at its end."""
 
