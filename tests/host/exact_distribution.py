@@ -16,8 +16,6 @@ from scipy.stats import chi2, power_divergence
 
 VOCAB_SIZE = 8
 NUM_GENERATED = 4
-#: Some tokens twice and some not at all, so that penalties on the prompt differ between tokens.
-PROMPT = (3, 1, 4, 1, 5)
 #: Twice what the G-test's chi-squared approximation is usually granted (5): at 5, a thousand cells and no bias at all,
 #: simulated p-values stay below 0.001 in 2 of 1000 cases, at 10 in 0 to 1.
 MIN_EXPECTED = 10
@@ -53,7 +51,7 @@ def write_target(directory: str) -> None:
     model.save_pretrained(directory)
 
 
-def target_logits(directory: str) -> list[np.ndarray]:
+def target_logits(directory: str, prompt: Sequence[int]) -> list[np.ndarray]:
     """Return the logits after every possible output so far, read by transformers.
 
     Returns:
@@ -65,9 +63,9 @@ def target_logits(directory: str) -> list[np.ndarray]:
 
     model = LlamaForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     outputs = np.indices((VOCAB_SIZE,) * (NUM_GENERATED - 1)).reshape(NUM_GENERATED - 1, -1).T
-    token_ids = np.concatenate([np.tile(PROMPT, (len(outputs), 1)), outputs], axis=1)
+    token_ids = np.concatenate([np.tile(prompt, (len(outputs), 1)), outputs], axis=1)
     with torch.inference_mode():
-        logits = model(torch.from_numpy(token_ids)).logits[:, len(PROMPT) - 1 :].numpy()
+        logits = model(torch.from_numpy(token_ids)).logits[:, len(prompt) - 1 :].numpy()
     by_output = logits.reshape((VOCAB_SIZE,) * (NUM_GENERATED - 1) + (NUM_GENERATED, VOCAB_SIZE))
     # Attention is causal: what stands behind the first t tokens of an output does not matter, so take zeros.
     return [by_output[(slice(None),) * t + (0,) * (NUM_GENERATED - 1 - t)][..., t, :] for t in range(NUM_GENERATED)]
@@ -75,6 +73,7 @@ def target_logits(directory: str) -> list[np.ndarray]:
 
 def next_token_probabilities(
     logits: np.ndarray,
+    prompt: Sequence[int],
     output: Sequence[int],
     *,
     temperature: float = 1.0,
@@ -89,13 +88,14 @@ def next_token_probabilities(
 
     Args:
         logits: [VOCAB_SIZE].
+        prompt: its token ids.
         output: the tokens generated so far.
         seed: changes nothing.
     Source: the documentation of vllm.SamplingParams; the order is penalties, temperature, top-k, top-p.
     """
     logits = logits.astype(np.float64)
     counts = np.bincount(np.array(output, dtype=np.int64), minlength=VOCAB_SIZE)
-    seen = (counts + np.bincount(PROMPT, minlength=VOCAB_SIZE)) > 0
+    seen = (counts + np.bincount(prompt, minlength=VOCAB_SIZE)) > 0
     penalised = np.where(logits > 0, logits / repetition_penalty, logits * repetition_penalty)
     logits = np.where(seen, penalised, logits) - frequency_penalty * counts - presence_penalty * (counts > 0)
     if temperature == 0:
@@ -112,31 +112,35 @@ def next_token_probabilities(
     return probabilities / probabilities.sum()
 
 
-def joint_distribution(logits: Sequence[np.ndarray], sampling: dict[str, Any]) -> np.ndarray:
+def joint_distribution(logits: Sequence[np.ndarray], prompt: Sequence[int], sampling: dict[str, Any]) -> np.ndarray:
     """Return the probability of every output, [VOCAB_SIZE] * NUM_GENERATED float64.
 
     Args:
         logits: of `target_logits`.
+        prompt: its token ids.
         sampling: keyword arguments of `next_token_probabilities`.
     """
     joint = np.ones(())
     for after in logits:
         conditional = np.empty(after.shape)
         for output in np.ndindex(after.shape[:-1]):
-            conditional[output] = next_token_probabilities(after[output], output, **sampling)
+            conditional[output] = next_token_probabilities(after[output], prompt, output, **sampling)
         joint = joint[..., None] * conditional
     return joint
 
 
-def count_outputs(llm: Any, samplings: Sequence[dict[str, Any]], num_samples: int) -> list[np.ndarray]:
+def count_outputs(
+    llm: Any, prompt: Sequence[int], samplings: Sequence[dict[str, Any]], num_samples: int
+) -> list[np.ndarray]:
     """Return how often the engine gave each output, per sampling an int array [VOCAB_SIZE] * NUM_GENERATED.
 
     All requests stand in one queue, the samplings taking turns, so that every batch mixes them.
 
     Args:
         llm: a vLLM engine in this process.
+        prompt: its token ids.
         samplings: keyword arguments of `vllm.SamplingParams`; a `seed` is the first request's, the others count on.
-        num_samples: requests, a multiple of len(samplings).
+        num_samples: requests, all samplings together.
     """
     import torch
     from vllm import SamplingParams
@@ -148,7 +152,7 @@ def count_outputs(llm: Any, samplings: Sequence[dict[str, Any]], num_samples: in
         if "seed" in sampling:
             sampling = sampling | {"seed": sampling["seed"] + number}
         requests.append(SamplingParams(max_tokens=NUM_GENERATED, ignore_eos=True, detokenize=False, **sampling))
-    answers = llm.generate([{"prompt_token_ids": list(PROMPT)}] * num_samples, requests, use_tqdm=False)
+    answers = llm.generate([{"prompt_token_ids": list(prompt)}] * num_samples, requests, use_tqdm=False)
     outputs = np.array([answer.outputs[0].token_ids for answer in answers])
     counts = np.zeros((len(samplings),) + (VOCAB_SIZE,) * NUM_GENERATED, dtype=np.int64)
     np.add.at(counts, (np.arange(num_samples) % len(samplings), *outputs.T), 1)

@@ -8,7 +8,10 @@ import pytest
 import torch
 
 from vllm_eesd.config import EESDConfig
+from vllm_eesd.policy import CostModel
 
+#: Some tokens of the vocabulary twice and some not at all, so that penalties differ between tokens.
+PROMPT = (3, 1, 4, 1, 5)
 SAMPLINGS = {
     "T=1": {"temperature": 1.0},
     "T=0.5": {"temperature": 0.5},
@@ -25,8 +28,6 @@ SAMPLINGS = {
 #: What a user may choose: a new policy, or a new way to sample drafts, joins this suite with its name.
 POLICIES = get_args(EESDConfig.model_fields["policy"].annotation)
 DRAFT_SAMPLE_METHODS = get_args(EESDConfig.model_fields["draft_sample_method"].annotation)
-#: `policy_args` for a policy that would otherwise hardly draft on a target this small.
-POLICY_ARGS: dict[str, dict] = {}
 PLAIN, RAGGED = "plain", ("beta_ts", "greedy")
 EESD = [(policy, method) for policy in POLICIES for method in DRAFT_SAMPLE_METHODS]
 
@@ -35,12 +36,34 @@ NUM_SAMPLES = 20_000
 NUM_SAMPLES_PLANTED = 5_000
 #: The chance that a right suite fails, shared out among its comparisons (Bonferroni).
 FAMILY_ERROR = 1e-4
-NUM_COMPARISONS = 1 + len(EESD) + (len(SAMPLINGS) - 1) + 2
+NUM_COMPARISONS = 1 + len(EESD) + (len(SAMPLINGS) - 1) + 3
 SIGNIFICANCE = FAMILY_ERROR / NUM_COMPARISONS
 
 
 #: Divides the table drafter's tokens, sampled and most probable ones alike.
 LOW_CONFIDENCE = 0.55
+
+
+class FreeDrafting(CostModel):
+    """Costs at which drafting always pays: on a target this small it never would, and no clock may decide a test."""
+
+    def observe_verify(self, num_reqs, num_tokens, ms):
+        pass
+
+    def observe_draft_step(self, num_rows, ms):
+        pass
+
+    def observe_draft_round(self, num_rows, ms):
+        pass
+
+    def plain_samples(self, num_reqs):
+        return 1_000_000
+
+    def verify_curve(self, num_reqs, max_drafts):
+        return np.ones(max_drafts + 1)
+
+    def draft_curve(self, max_rows):
+        return np.zeros(max_rows + 1)
 
 
 def engine_name(parameter):
@@ -57,12 +80,16 @@ def target(tmp_path_factory):
 @pytest.fixture(scope="module")
 def distributions(target):
     """Sampling name -> exact probability of every output."""
-    logits = exact.target_logits(target)
-    return {name: exact.joint_distribution(logits, sampling) for name, sampling in SAMPLINGS.items()}
+    return distributions_after(PROMPT, target)
+
+
+def distributions_after(prompt, target):
+    logits = exact.target_logits(target, prompt)
+    return {name: exact.joint_distribution(logits, prompt, sampling) for name, sampling in SAMPLINGS.items()}
 
 
 @pytest.fixture(scope="module")
-def llm(request, engine, target, cloned_head):
+def llm(request, engine, target, cloned_head, drafter_of):
     """An engine: plain vLLM, or EESD with (policy, draft_sample_method)."""
     spec = None
     if request.param != PLAIN:
@@ -72,19 +99,20 @@ def llm(request, engine, target, cloned_head):
             "model": cloned_head(target, 1, 1),  # layer 2 of 0..2 is left out: good, not perfect
             "num_speculative_tokens": 3,
             "policy": policy,
-            "policy_args": POLICY_ARGS.get(policy, {}),
             "draft_sample_method": method,
         }
     with engine(target, spec, max_num_seqs=256, max_model_len=32, num_gpu_blocks_override=512, block_size=32) as llm:
+        if spec is not None:
+            drafter_of(llm).policy.costs = FreeDrafting()
         yield llm
 
 
-def verdict_on(llm, distributions, names, num_samples=NUM_SAMPLES):
+def verdict_on(llm, distributions, names, num_samples=NUM_SAMPLES, prompt=PROMPT):
     """Return (verdict, counters) on the outputs of `num_samples` requests, samplings taking turns; plain has none."""
     speculative = llm.llm_engine.vllm_config.speculative_config is not None
     if speculative:
         llm.collective_rpc("eesd_reset_stats")
-    counts = exact.count_outputs(llm, [SAMPLINGS[name] for name in names], num_samples)
+    counts = exact.count_outputs(llm, prompt, [SAMPLINGS[name] for name in names], num_samples)
     stats = llm.collective_rpc("eesd_stats")[0] if speculative else None
     return exact.judge(counts, [distributions[name] for name in names]), stats
 
@@ -106,6 +134,27 @@ def test_all_kinds_of_requests_in_every_batch(llm, distributions):
 def test_one_kind_of_request(llm, distributions, name):
     """Batches of one kind take other ways through vLLM's sampler: no top-k tensor, no greedy row, no generators."""
     assert_exact(llm, distributions, [name])
+
+
+@pytest.mark.parametrize("llm", [RAGGED], ids=engine_name, indirect=True)
+def test_a_request_that_joins_with_one_token(llm, target, monkeypatch):
+    """vLLM pads it with drafts of -1 where it joins running ones, and 0.32's CPU kernel accepts some of those.
+
+    So begins a prompt of one token, one whose other tokens all hit the prefix cache, and a preempted request.
+    """
+    from vllm.v1.sample.rejection_sampler import RejectionSampler
+
+    num_padded, forward = [], RejectionSampler.forward
+
+    def counting(self, metadata, *args, **kwargs):
+        num_padded.append(int((metadata.draft_token_ids < 0).sum()))
+        return forward(self, metadata, *args, **kwargs)
+
+    monkeypatch.setattr(RejectionSampler, "forward", counting)
+    prompt = (3,)
+    verdict, _ = verdict_on(llm, distributions_after(prompt, target), list(SAMPLINGS), prompt=prompt)
+    assert verdict.p_value > SIGNIFICANCE, verdict
+    assert sum(num_padded) > NUM_SAMPLES
 
 
 class TableDrafter:
@@ -149,8 +198,8 @@ def drop_unlikely_drafts(monkeypatch, drafter):
 
     propose = EarlyExitProposer.propose_round
 
-    def propose_round(self, runner, scheduler_output, sampled_token_ids):
-        drafts = propose(self, runner, scheduler_output, sampled_token_ids)
+    def propose_round(self, runner, scheduler_output, sampled_token_ids, *args):
+        drafts = propose(self, runner, scheduler_output, sampled_token_ids, *args)
         for emitted, draft in zip(sampled_token_ids, drafts, strict=True):
             previous = [*emitted[-1:], *draft][: len(draft)]
             keep = int(np.append(drafter.q[previous, draft] < LOW_CONFIDENCE, True).argmax())

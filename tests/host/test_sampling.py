@@ -2,6 +2,7 @@
 
 import collections
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,6 +25,38 @@ def test_sampling_parameters_reach_every_drafted_row():
         assert expanded.tolist() == [values[0]] * 2 + [values[2]] * 3
     greedy = rejection_sampler.expand_batch_to_tokens(torch.tensor([0.0, 0.7]), torch.tensor([1, 3]), 3, 0, 1)
     assert greedy.tolist() == pytest.approx([1.0, 0.7, 0.7])
+
+
+@pytest.mark.parametrize("sampled", [False, True], ids=["one-hot", "sampled"])
+def test_placeholder_drafts_are_rejected(sampled):
+    """The seam at rejection_sample: vLLM 0.32's CPU kernel accepts -1 with the probability beside its row."""
+    from vllm.v1.sample import rejection_sampler
+
+    from vllm_eesd.host import plugin
+
+    plugin.register()
+    torch.manual_seed(0)
+    num_reqs, target = 20_000, torch.tensor([0.05, 0.15, 0.2, 0.6])
+    drafts = torch.tensor([1, -1, -1, -1, -1], dtype=torch.int32).repeat(num_reqs)
+    metadata = SimpleNamespace(all_greedy=False, all_random=True, temperature=torch.ones(2 * num_reqs), generators={})
+    output = rejection_sampler.rejection_sample(
+        drafts,
+        [3, 2] * num_reqs,
+        3,
+        torch.tensor([3, 2] * num_reqs, dtype=torch.int32).cumsum(0, dtype=torch.int32),
+        torch.full((len(drafts), 4), 0.25) if sampled else None,
+        target.log().repeat(len(drafts), 1),
+        torch.full((2 * num_reqs, 1), 3, dtype=torch.int32),
+        metadata,
+    ).view(num_reqs, 2, 4)
+    drafted, padded = output.unbind(1)
+    assert (padded[:, 1:] == -1).all() and (drafted[:, 2:] == -1).all()
+    behind_accepted = drafted[drafted[:, 1] >= 0][:, 1]
+    assert len(behind_accepted) > 0.1 * num_reqs
+    for emitted in (padded[:, 0], behind_accepted):
+        share = emitted.bincount(minlength=4) / len(emitted)
+        # Five standard deviations of the share of a token; accepting by the stray 0.6 is off by twenty and more.
+        assert ((share - target).abs() < 5 * (target * (1 - target) / len(emitted)).sqrt()).all()
 
 
 @pytest.mark.parametrize(

@@ -101,6 +101,17 @@ def _wrap_expand_batch_to_tokens(original: Callable[..., Any]) -> Callable[..., 
     return expand_batch_to_tokens
 
 
+def _wrap_rejection_sample(original: Callable[..., Any]) -> Callable[..., Any]:
+    def rejection_sample(draft_token_ids, *args, **kwargs):
+        if not draft_token_ids.is_cpu:
+            return original(draft_token_ids, *args, **kwargs)
+        from vllm_eesd.host.placeholders import reject_placeholders
+
+        return reject_placeholders(original, draft_token_ids, *args, **kwargs)
+
+    return rejection_sample
+
+
 def _wrap_worker_sample_tokens(original: Callable[..., Any]) -> Callable[..., Any]:
     def sample_tokens(self, *args, **kwargs):
         from vllm_eesd.host.v1 import EarlyExitProposer
@@ -186,6 +197,13 @@ SEAMS = (
         wrap=_wrap_expand_batch_to_tokens,
         why="on a CPU 0.32 writes temperature, top-k and top-p of drafted rows into a copy: sampling uses stray memory",
         retired_by="_expand_kernel_impl in vllm/utils/cpu_triton_utils.py copying its result back",
+    ),
+    Seam(
+        target="vllm.v1.sample.rejection_sampler:rejection_sample",
+        digests=("54d0b63f8ee6c0a5",),
+        wrap=_wrap_rejection_sample,
+        why="on a CPU 0.32 accepts placeholder drafts (-1) by stray memory: a request joining with one token is biased",
+        retired_by="rejection_random_sample_kernel_impl in vLLM's CPU kernels rejecting negative draft tokens",
     ),
     Seam(
         target="vllm.v1.worker.gpu_worker:Worker.sample_tokens",
