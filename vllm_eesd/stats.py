@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -39,6 +40,8 @@ class DraftStats:
     num_speculative_tokens: int
     rounds: int = 0
     emitted: int = 0
+    decode_ms: float = 0.0
+    plain_ms: float = 0.0
     draft_length_histogram: np.ndarray = field(init=False)
     accepted_length_histogram: np.ndarray = field(init=False)
     _record: list[Round] | None = field(default=None, init=False)
@@ -51,6 +54,7 @@ class DraftStats:
 
     def reset(self) -> None:
         self.rounds = self.emitted = 0
+        self.decode_ms = self.plain_ms = 0.0
         self.draft_length_histogram = np.zeros(self.num_speculative_tokens + 1, dtype=np.int64)
         self.accepted_length_histogram = np.zeros(self.num_speculative_tokens + 1, dtype=np.int64)
 
@@ -66,13 +70,37 @@ class DraftStats:
                 del self._record[: self.MAX_RECORDED_ROUNDS // 2]
             self._record.append(Round(request_id, list(draft), num_accepted, list(emitted)))
 
+    def count_time(self, decode_ms: float, plain_ms: float) -> None:
+        """Add the time of a step in which everybody decoded, and what its tokens would have taken without drafts."""
+        self.decode_ms += decode_ms
+        self.plain_ms += plain_ms
+
+    def speedup(self) -> float | None:
+        """Return the estimated speedup over plain decoding, None before any step was timed.
+
+        An estimate: a plain step's time is measured now and then, or inferred from steps with drafts.
+        """
+        return self.plain_ms / self.decode_ms if self.decode_ms else None
+
+    def summary(self) -> str:
+        """Return one line for a log; of everything counted so far."""
+        drafted = int((self.draft_length_histogram * np.arange(self.num_speculative_tokens + 1)).sum())
+        accepted = self.emitted - self.rounds
+        speedup = self.speedup()
+        return (
+            f"{self.emitted / max(self.rounds, 1):.2f} tokens a round, {drafted / max(self.rounds, 1):.2f} drafted, "
+            f"{accepted / max(drafted, 1):.0%} of them accepted, "
+            f"{self.draft_length_histogram[0] / max(self.rounds, 1):.0%} of rounds without a draft; "
+            f"estimated speedup over plain decoding: {'unknown' if speedup is None else f'{speedup:.2f}x'}"
+        )
+
     def take_rounds(self) -> list[Round]:
         """Return the rounds since the last call and go on recording; the first call starts it."""
         taken, self._record = self._record or [], []
         return taken
 
-    def as_dict(self) -> dict[str, int | list[int]]:
-        """Return plain integers, as `eesd bench` and the metrics print them."""
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain numbers, as `eesd bench` and the metrics print them."""
         # A histogram of lengths, summed from the right, counts how often each position was reached.
         reached = self.draft_length_histogram[::-1].cumsum()[::-1][1:]
         accepted = self.accepted_length_histogram[::-1].cumsum()[::-1][1:]
@@ -84,4 +112,5 @@ class DraftStats:
             "drafted_per_position": reached.tolist(),
             "accepted_per_position": accepted.tolist(),
             "draft_length_histogram": self.draft_length_histogram.tolist(),
+            "estimated_speedup": self.speedup(),
         }

@@ -65,3 +65,22 @@ def test_policies_and_their_arguments_are_checked():
         build_policy("greedy", BetaPosterior(1), 0, {})
     with pytest.raises(ValueError, match="unknown key 'threshold' for policy 'fixed'; allowed: prior_key, state_file"):
         build_policy("fixed", BetaPosterior(1), 0, {"threshold": 0.5})
+
+
+def test_metrics_say_what_is_believed_and_change_nothing():
+    def make():
+        policy = build_policy("beta_ts", BetaPosterior(4, 2.0, 2.0), 0, {})
+        slots = np.arange(2)
+        policy.observe(slots, np.array([8, 8]), np.array([8, 8]))
+        return policy, slots
+
+    policy, slots = make()
+    metrics = policy.metrics(slots)
+    low, high = metrics["posterior_interval"]
+    assert low < metrics["posterior_mean"] < high
+    assert metrics["posterior_mean"] == pytest.approx(10 / 12, abs=0.02)
+    assert 0 <= metrics["calibration_error"] <= 1 and metrics["costs"] == policy.costs.state()
+    assert policy.metrics(slots[:0])["posterior_mean"] is None
+    untouched, _ = make()
+    drafting = [p.draft_more(slots, 1, None).tolist() for p in (policy, untouched) for _ in range(20)]
+    assert drafting[:20] == drafting[20:]

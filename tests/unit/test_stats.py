@@ -16,9 +16,16 @@ def test_positions_are_counted_unconditionally():
         "drafted_per_position": [2, 1, 1],
         "accepted_per_position": [2, 1, 0],
         "draft_length_histogram": [1, 1, 0, 1],
+        "estimated_speedup": None,
     }
+    stats.count_time(decode_ms=2.0, plain_ms=3.0)
+    assert stats.speedup() == 1.5
+    assert stats.summary() == (
+        "2.00 tokens a round, 1.33 drafted, 75% of them accepted, 33% of rounds without a draft; "
+        "estimated speedup over plain decoding: 1.50x"
+    )
     stats.reset()
-    assert stats.as_dict()["rounds"] == 0
+    assert stats.as_dict()["rounds"] == 0 and stats.speedup() is None
 
 
 def test_rounds_are_recorded_from_the_first_call_on():

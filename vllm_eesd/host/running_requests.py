@@ -33,6 +33,11 @@ class RunningRequests:
     def __len__(self) -> int:
         return len(self._slots)
 
+    @property
+    def slots(self) -> np.ndarray:
+        """Slots in use, [num_requests] int64."""
+        return self._slots.in_use()
+
     def slots_of(self, runner: Any, finished: set[str]) -> np.ndarray:
         """Return the slot of each row of the runner's batch, [num_reqs] int64."""
         self._slots.release(finished)

@@ -27,6 +27,8 @@ from vllm_eesd.stats import DraftStats
 from vllm_eesd.trace import DenseRecorder
 
 logger = init_logger("vllm.eesd")
+#: As often as vLLM logs its own statistics.
+REPORT_EVERY_S = 10.0
 
 
 class EarlyExitProposer:
@@ -51,6 +53,7 @@ class EarlyExitProposer:
         self._rows: DraftRows | None = None
         #: When the last round ended, and what its draft steps took: (rows, ms) each, and (rows, ms) of all the rest.
         self._round_ended = 0.0
+        self._reported = time.perf_counter()
         self._draft_times: tuple[list[tuple[int, float]], tuple[int, float] | None] = ([], None)
 
     def load_model(self, target: nn.Module) -> None:
@@ -128,10 +131,11 @@ class EarlyExitProposer:
             rows = self._produced_bonus(batch.req_ids, scheduler_output, sampled_token_ids)
             produced_bonus = sample_hidden_states[rows]
         began = time.perf_counter()
-        self._learn_costs(began, decoded, len(slots), scheduler_output.total_num_scheduled_tokens)
+        self._learn_costs(began, decoded, sampled_token_ids, scheduler_output.total_num_scheduled_tokens)
         with self._rows.round(num_tokens - 1, produced_bonus):
             drafts = draft_round(self._rows, self.policy, slots, bonus_token_ids, limits)
         self._round_ended = time.perf_counter()
+        self._report(began)
         steps = self._rows.step_times
         rest_ms = (self._round_ended - began) * 1e3 - sum(ms for _, ms in steps)
         self._draft_times = steps, (len(slots), rest_ms) if steps else None
@@ -150,6 +154,10 @@ class EarlyExitProposer:
         num_judged = np.array([len(scheduled.get(request_id, ())) + 1 for request_id in request_ids])
         num_emitted = np.array([len(tokens) for tokens in emitted])
         return torch.from_numpy(num_judged.cumsum() - num_judged + (num_emitted - 1).clip(min=0))
+
+    def policy_metrics(self) -> dict[str, Any]:
+        """Return what the policy believes of the running requests, `DraftLengthPolicy.metrics`."""
+        return self.policy.metrics(self._requests.slots)
 
     def _observe(
         self, batch: Any, scheduler_output: Any, slots: np.ndarray, num_tokens: np.ndarray, emitted: list
@@ -174,12 +182,13 @@ class EarlyExitProposer:
             self.policy.observe(decoding, np.array(verified), np.array(accepted), shares)
         return len(rows)
 
-    def _learn_costs(self, now: float, num_decoded: int, num_reqs: int, num_tokens: int) -> None:
+    def _learn_costs(self, now: float, num_decoded: int, emitted: list[list[int]], num_tokens: int) -> None:
         """Tell the cost model what the last round's drafting and this step took.
 
         A step counts only if every request in it decoded: prompt chunks cost something else, and requests that begin
         may have been waited for.
         """
+        num_reqs = len(emitted)
         steps, rest = self._draft_times
         verify_ms = (now - self._round_ended) * 1e3 if num_decoded == num_reqs and self._round_ended else None
         group = get_tp_group()
@@ -193,6 +202,21 @@ class EarlyExitProposer:
             costs.observe_draft_round(*rest)
         if verify_ms is not None:
             costs.observe_verify(num_reqs, num_tokens, verify_ms)
+            draft_ms = sum(ms for _, ms in steps) + (rest[1] if rest is not None else 0.0)
+            plain_ms = costs.verify_curve(num_reqs, 0)[0] * sum(map(len, emitted)) / num_reqs
+            self.stats.count_time(verify_ms + draft_ms, plain_ms)
+
+    def _report(self, now: float) -> None:
+        """Log one line and save what was learned, every REPORT_EVERY_S while requests run."""
+        if now - self._reported < REPORT_EVERY_S:
+            return
+        self._reported = now
+        try:
+            self.policy.save_state()
+        except OSError as error:
+            logger.warning("eesd: policy_args.state_file cannot be written: %s", error)
+        if self.stats.rounds:
+            logger.info("EESD: %s", self.stats.summary())
 
 
 def _build_policy(config: EESDSpeculativeConfig, max_num_reqs: int) -> Dispatch:

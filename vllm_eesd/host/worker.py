@@ -12,8 +12,9 @@ class WorkerExtension:
     """Mixed into vLLM's worker by its own option `worker_extension_cls`."""
 
     def eesd_stats(self) -> dict[str, Any]:
-        """Return the counters of `vllm_eesd.stats.DraftStats`."""
-        return self.model_runner.drafter.stats.as_dict()
+        """Return the counters of `DraftStats` and, as "policy", what `DraftLengthPolicy.metrics` gives."""
+        drafter = self.model_runner.drafter
+        return drafter.stats.as_dict() | {"policy": drafter.policy_metrics()}
 
     def eesd_reset_stats(self) -> None:
         """Start counting from zero."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -74,6 +75,10 @@ class Dispatch(DraftLengthPolicy):
         for policy, rows in self._split(slots):
             confidences[rows] = policy.confidences[slots[rows]]
         return confidences
+
+    def metrics(self, slots: np.ndarray) -> dict[str, Any]:
+        """Return the default policy's beliefs about the requests that use it."""
+        return self._policies[self._names[0]].metrics(slots[self._choice[slots] == 0])
 
     def save_state(self) -> None:
         self._policies[self._names[0]].save_state()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -12,6 +12,9 @@ from vllm_eesd.policy.calibration import Calibration
 from vllm_eesd.policy.costs import CostModel
 from vllm_eesd.policy.posterior import BetaPosterior
 from vllm_eesd.policy.state import save_state
+
+#: Per request, for the interval that metrics show: its ends are good to about a hundredth.
+INTERVAL_DRAWS = 1000
 
 
 class DraftLengthPolicy:
@@ -106,6 +109,24 @@ class DraftLengthPolicy:
     def confidences_of(self, slots: np.ndarray) -> np.ndarray:
         """Return the confidences of these slots' current drafts, [num_rows, MAX_SPECULATIVE_TOKENS] float32."""
         return self.confidences[slots]
+
+    def metrics(self, slots: np.ndarray) -> dict[str, Any]:
+        """Return what the policy believes, in plain numbers.
+
+        Args:
+            slots: [num_rows] int64, of the running requests.
+        Returns:
+            posterior_mean and posterior_interval (the middle 90%) of acceptance over these requests (None without
+            any), calibration_error (expected, 0 to 1) and costs (`CostModel.state`, ms).
+        """
+        believed = {"posterior_mean": None, "posterior_interval": None}
+        if len(slots):
+            # Draws of a generator of their own: looking must not change what the policy does next.
+            draws = np.random.default_rng(0).beta(*self.posterior.parameters(slots), size=(INTERVAL_DRAWS, len(slots)))
+            low, high = np.quantile(draws, (0.05, 0.95)).tolist()
+            believed = {"posterior_mean": float(draws.mean()), "posterior_interval": [low, high]}
+        error = self.calibration.expected_calibration_error()
+        return believed | {"calibration_error": error, "costs": self.costs.state()}
 
     def save_state(self) -> None:
         """Write what was learned to `state_file`, if there is one: from time to time, and at the end.
