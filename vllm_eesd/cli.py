@@ -146,7 +146,7 @@ def _add_distill(commands) -> None:
     )
     distill.add_argument("--jsd-beta", type=float, default=0.5, metavar="B", help="beta of jsd (default 0.5)")
     distill.add_argument(
-        "--head-type", choices=["transformer", "deep_context"], default="transformer", help="(default transformer)"
+        "--head-type", choices=["transformer", "deep_context"], default="deep_context", help="(default deep_context)"
     )
     distill.add_argument(
         "--accumulate", type=_positive, default=1, metavar="A", help="parts a step is computed in, to save memory"

@@ -177,7 +177,7 @@ def test_run_writes_what_the_engine_reads(model_dir, head_dir, text, tmp_path, c
 def test_a_new_head_drops_the_old_calibration(model_dir, head_dir, text):
     run(make_args(model_dir, head_dir, text))
     target = load_target(str(model_dir), 2, "cpu")
-    head = new_head(target, "last")
+    head = new_head(target, "last", "transformer")
     write_head(head_dir, head_config(target, str(model_dir), "transformer", Prior()), head.state_dict())
     assert not (head_dir / "calibration.json").exists()
 

@@ -96,11 +96,11 @@ def test_cloned_last_layer_is_the_target(model_dir):
     windows = torch.randint(VOCAB, (4, SEQ_LEN), generator=torch.Generator().manual_seed(1))
     target = make_target(model_dir, exit_layer=LAYERS - 1)
     for init in ("last", "exit"):
-        same = evaluate(target, new_head(target, init), windows)
+        same = evaluate(target, new_head(target, init, "transformer"), windows)
         assert same["agreement"] == 1.0 and same["expected_matches"] == 8.0
         assert abs(same["kl"]) < FLOAT32_TOLERANCE and same["overlap"] == pytest.approx(1, abs=FLOAT32_TOLERANCE)
     shallow = make_target(model_dir, exit_layer=1)
-    assert evaluate(shallow, new_head(shallow, "last"), windows)["agreement"] < 0.9
+    assert evaluate(shallow, new_head(shallow, "last", "transformer"), windows)["agreement"] < 0.9
 
 
 def random_deep_head(target: Target):
@@ -116,7 +116,7 @@ def test_deep_context_without_a_context_is_the_transformer_head(model_dir):
     ids = torch.randint(VOCAB, (3, SEQ_LEN), generator=torch.Generator().manual_seed(1))
     exit_hidden, target_hidden, rotary = target(ids)
     one_block = torch.zeros(SEQ_LEN, dtype=torch.int64)
-    plain = new_head(target, "last")(exit_hidden, target_hidden, rotary, one_block)
+    plain = new_head(target, "last", "transformer")(exit_hidden, target_hidden, rotary, one_block)
     deep = random_deep_head(target)
     torch.testing.assert_close(
         deep(exit_hidden, target_hidden, rotary, one_block), plain, atol=FLOAT32_TOLERANCE, rtol=0
@@ -320,7 +320,7 @@ def test_run_writes_a_head_that_loads(model_dir, text, tmp_path, capsys):
     assert run(args) == 0
     config, tensors = ExitHeadConfig.load(head), read_tensors(head)
     config.check_target(LlamaConfig.from_pretrained(model_dir))
-    assert (config.exit_layer, config.head_type, len(tensors)) == (1, "transformer", 10)
+    assert (config.exit_layer, config.head_type, len(tensors)) == (1, "deep_context", 13)
     assert config.prior.alpha + config.prior.beta == pytest.approx(10)
     assert config.verifier.name_or_path == model_dir.name
     record = json.loads((tmp_path / "out.json").read_text())

@@ -209,7 +209,7 @@ def load_target(name_or_path: str, exit_layer: int | None, device: str) -> Targe
     return Target(model.to(device), exit_layer)
 
 
-def new_head(target: Target, init: str, head_type: str = ExitHead.head_type) -> ExitHead:
+def new_head(target: Target, init: str, head_type: str = "deep_context") -> ExitHead:
     """Return a head that starts from the target's final norm and its `last` layer or `exit` layer, or from a head.
 
     Args:

@@ -58,7 +58,7 @@ class TrainConfig(BaseModel):
     init: str = "last"
     loss: Literal[LOSS_NAMES] = "forward_kl"
     jsd_beta: float = Field(0.5, gt=0, lt=1)
-    head_type: Literal["transformer", "deep_context"] = "transformer"
+    head_type: Literal["transformer", "deep_context"] = "deep_context"
     seed: int = Field(0, ge=0)
     compile: bool = False
 
