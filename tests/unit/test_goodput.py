@@ -3,7 +3,9 @@
 import numpy as np
 import pytest
 
+from vllm_eesd.config import MAX_SPECULATIVE_TOKENS
 from vllm_eesd.policy import BetaPosterior, CostModel, build_policy
+from vllm_eesd.policy.calibration import EXPONENT_RANGE
 from vllm_eesd.simulate.peers import FixedLength
 from vllm_eesd.simulate.replay import PolicyDrafter, replay
 from vllm_eesd.simulate.run import mix, simulate
@@ -143,6 +145,19 @@ def test_a_row_that_may_not_draft_never_does():
         policy.begin_round(slots, limits)
         assert not policy.draft_more(slots, 0, None)[0]
         policy.observe(slots, np.array([0, 1, 1]), np.array([0, 1, 1]))
+
+
+@pytest.mark.filterwarnings("error")
+def test_the_longest_drafts_of_a_hopeless_request_are_numbers():
+    """32 positions, each hopeless: their joint chance must not vanish, or the next token's would be 0 / 0."""
+    policy = build_policy("goodput", BetaPosterior(1, 1e-3, 1e3), 0, {})
+    slots, limits = np.array([0]), np.array([MAX_SPECULATIVE_TOKENS])
+    policy.reset(slots)
+    policy.calibration.exponents = np.full(MAX_SPECULATIVE_TOKENS, EXPONENT_RANGE[1]).cumsum()
+    policy.begin_round(slots, limits)
+    for k in range(MAX_SPECULATIVE_TOKENS):
+        policy.draft_more(slots, k, None if k == 0 else np.array([1.0], dtype=np.float32))
+    assert np.isfinite(policy._survival[0]) and (policy._chain[0] > 0).all()
 
 
 def test_without_confidences_it_falls_back_to_the_posterior():
