@@ -1,23 +1,23 @@
 """What a policy's decisions cost: microseconds per call of the round's hooks, by batch size.
 
-    python benchmarks/bench_policy.py [--policies goodput,beta_ts] [--rows 1,8,64] [--json OUT]
+    python benchmarks/bench_policy.py [--policies goodput,beta_ts] [--rows 1,8,64] [--hopeless] [--json OUT]
 
 No engine and no model: confidences and outcomes are drawn at random, so that rows stop at different lengths. `step` is
-all that one decoding step asks for: costs fed, outcomes observed, the round begun and every token decided.
+all that one decoding step asks for: costs fed, outcomes observed, the round begun and every token decided. With
+`--hopeless` no draft is ever accepted and drafting is dear: what `goodput` costs where it does not draft.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import statistics
 import time
 from pathlib import Path
 
 import numpy as np
 
+from vllm_eesd.bench.hardware import provenance
 from vllm_eesd.policy import POLICIES, BetaPosterior, build_policy
 
 NUM_SPECULATIVE_TOKENS = 8
@@ -26,8 +26,9 @@ STEPS, WARM_UP_STEPS = 1500, 300
 DRAFT_MS, PLAIN_MS, GROWTH_MS = 0.02, 3.6, 0.001
 
 
-def measure(name: str, num_rows: int) -> dict[str, float]:
+def measure(name: str, num_rows: int, hopeless: bool) -> dict[str, float]:
     """Return the median microseconds per call of each hook, and per step."""
+    draft_ms = PLAIN_MS if hopeless else DRAFT_MS
     generator = np.random.default_rng(0)
     policy = build_policy(name, BetaPosterior(num_rows, 3.0, 1.0), 0, {})
     slots, limits = np.arange(num_rows), np.full(num_rows, NUM_SPECULATIVE_TOKENS)
@@ -53,8 +54,8 @@ def measure(name: str, num_rows: int) -> dict[str, float]:
             num_drafted += 1
             lengths[rows] += 1
             confidence = generator.beta(6, 2, len(rows)).astype(np.float32)
-        accepted = np.minimum(lengths, generator.geometric(0.3, num_rows) - 1)
-        timed("feed_costs", feed_costs, policy.costs, num_rows, lengths)
+        accepted = np.minimum(lengths, 0 if hopeless else generator.geometric(0.3, num_rows) - 1)
+        timed("feed_costs", feed_costs, policy.costs, num_rows, lengths, draft_ms)
         timed("observe", policy.observe, slots, lengths, accepted)
         decided = sum(times["draft_more"][calls_before:])
         times["step"].append(decided + sum(times[hook][-1] for hook in ("feed_costs", "observe", "begin_round")))
@@ -62,28 +63,28 @@ def measure(name: str, num_rows: int) -> dict[str, float]:
     return {hook: 1e6 * statistics.median(values[skip[hook] :]) for hook, values in times.items()}
 
 
-def feed_costs(costs, num_rows: int, lengths: np.ndarray) -> None:
+def feed_costs(costs, num_rows: int, lengths: np.ndarray, draft_ms: float) -> None:
     """Report one step's times as an engine would."""
     num_tokens = num_rows + int(lengths.sum())
     costs.observe_verify(num_rows, num_tokens, PLAIN_MS + GROWTH_MS * (num_tokens - num_rows))
     for step in range(int(lengths.max())):
-        costs.observe_draft_step(int((lengths > step).sum()), DRAFT_MS)
+        costs.observe_draft_step(int((lengths > step).sum()), draft_ms)
     if lengths.any():
-        costs.observe_draft_round(num_rows, DRAFT_MS)
+        costs.observe_draft_round(num_rows, draft_ms)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--policies", default="goodput,beta_ts", help=f"of {', '.join(POLICIES)}")
     parser.add_argument("--rows", default="1,8,64", help="batch sizes")
+    parser.add_argument("--hopeless", action="store_true", help="drafting never pays")
     parser.add_argument("--json", help="write the rows")
     args = parser.parse_args()
     rows = []
     for name in args.policies.split(","):
         for num_rows in map(int, args.rows.split(",")):
-            medians = {hook: round(us, 1) for hook, us in measure(name, num_rows).items()}
-            rows.append({"policy": name, "num_rows": num_rows, "python": platform.python_version(),
-                         "numpy": np.__version__, "cpus": os.cpu_count()} | medians)  # fmt: skip
+            medians = {hook: round(us, 1) for hook, us in measure(name, num_rows, args.hopeless).items()}
+            rows.append({"policy": name, "num_rows": num_rows, "hopeless": args.hopeless} | medians | provenance())
             print(f"{name:14}{num_rows:4} rows, us: " + ", ".join(f"{hook} {us}" for hook, us in medians.items()))
     if args.json:
         Path(args.json).write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")

@@ -3,7 +3,9 @@
 import numpy as np
 import pytest
 
+from vllm_eesd.config import MAX_SPECULATIVE_TOKENS
 from vllm_eesd.policy import BetaPosterior, CostModel, build_policy
+from vllm_eesd.policy.calibration import EXPONENT_RANGE
 from vllm_eesd.simulate.peers import FixedLength
 from vllm_eesd.simulate.replay import PolicyDrafter, replay
 from vllm_eesd.simulate.run import mix, simulate
@@ -61,7 +63,24 @@ def test_where_drafting_never_pays_it_loses_no_more_than_its_budget(draft_ratio,
     assert loss <= PROBE_BUDGET + ALLOWANCE / num_tokens
 
 
-def test_the_test_above_would_see_a_policy_without_a_guard():
+@pytest.mark.parametrize("draft_ratio", [0.05, 0.2, 0.6])
+@pytest.mark.parametrize("batch", [1, 8])
+def test_whatever_it_believes_the_guard_bounds_the_loss(draft_ratio, batch):
+    """A policy that always wants eight tokens, on text that never accepts one: budget, allowance and two rounds."""
+    num_requests, num_tokens = 4 * batch, 200
+    trace = synthetic_trace((1e-6,), 0.6, num_requests=num_requests, num_tokens=num_tokens)
+    policy = build_policy("goodput", BetaPosterior(batch, 6.7, 3.3), 0, {})
+    policy._worthwhile = lambda slots, num_drafted: np.ones(len(slots), dtype=bool)
+    world = World(draft_scale=draft_ratio / DRAFT_STEP_RATIO)
+    full_round = world.verify_ms(batch, 8 * batch) + world.draft_round_ms(batch) + 8 * world.draft_step_ms(batch)
+    loss = 1 / replay(trace, PolicyDrafter(policy), world, batch).goodput_vs_plain - 1
+    # The last round may overdraw the account, and the first is entered at costs nobody has measured yet.
+    rounds = 2 * (full_round / world.plain_ms(batch) - 1) * batch / (num_requests * num_tokens)
+    # Costs are measured with noise: the account is right to a few percent of what it holds.
+    assert loss <= 1.05 * (PROBE_BUDGET + ALLOWANCE / num_tokens + rounds)
+
+
+def test_the_tests_above_would_see_a_policy_without_a_guard():
     trace = synthetic_trace((0.02,), 0.6, num_requests=10, num_tokens=200)
     loss = 1 / run(trace, name="beta_ts").goodput_vs_plain - 1
     assert loss > 5 * (PROBE_BUDGET + ALLOWANCE / 200)
@@ -126,6 +145,19 @@ def test_a_row_that_may_not_draft_never_does():
         policy.begin_round(slots, limits)
         assert not policy.draft_more(slots, 0, None)[0]
         policy.observe(slots, np.array([0, 1, 1]), np.array([0, 1, 1]))
+
+
+@pytest.mark.filterwarnings("error")
+def test_the_longest_drafts_of_a_hopeless_request_are_numbers():
+    """32 positions, each hopeless: their joint chance must not vanish, or the next token's would be 0 / 0."""
+    policy = build_policy("goodput", BetaPosterior(1, 1e-3, 1e3), 0, {})
+    slots, limits = np.array([0]), np.array([MAX_SPECULATIVE_TOKENS])
+    policy.reset(slots)
+    policy.calibration.exponents = np.full(MAX_SPECULATIVE_TOKENS, EXPONENT_RANGE[1]).cumsum()
+    policy.begin_round(slots, limits)
+    for k in range(MAX_SPECULATIVE_TOKENS):
+        policy.draft_more(slots, k, None if k == 0 else np.array([1.0], dtype=np.float32))
+    assert np.isfinite(policy._survival[0]) and (policy._chain[0] > 0).all()
 
 
 def test_without_confidences_it_falls_back_to_the_posterior():

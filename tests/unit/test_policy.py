@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from vllm_eesd.policy import BetaPosterior, build_policy
+from vllm_eesd.policy.posterior import MAX_PRIOR_KEYS
 
 SLOTS = np.arange(4)
 
@@ -84,3 +85,71 @@ def test_metrics_say_what_is_believed_and_change_nothing():
     untouched, _ = make()
     drafting = [p.draft_more(slots, 1, None).tolist() for p in (policy, untouched) for _ in range(20)]
     assert drafting[:20] == drafting[20:]
+
+
+def test_learned_priors_follow_the_outcomes_of_all_that_share():
+    posterior = BetaPosterior(4, 80, 20)
+    posterior.learn_priors(memory=100.0, weight=5.0)
+    assert posterior.parameters(SLOTS[:1])[:, 0].tolist() == [4.0, 1.0]
+    for _ in range(500):
+        posterior.observe(SLOTS[:2], np.ones(2), np.zeros(2))
+    assert posterior.mean(SLOTS[3:])[0] < 0.1, "a new request starts from what the others taught"
+    assert posterior.parameters(SLOTS[3:]).sum() == pytest.approx(5.0)
+
+
+def test_priors_of_different_keys_are_apart_and_their_number_is_bounded():
+    posterior = BetaPosterior(2, 1, 1)
+    posterior.learn_priors(memory=100.0, weight=2.0)
+    posterior.reset(SLOTS[:2], ["hard", ""])
+    for _ in range(300):
+        posterior.observe(SLOTS[:1], np.ones(1), np.zeros(1))
+    posterior.reset(SLOTS[:2], ["hard", "other"])
+    assert posterior.mean(SLOTS[:2])[0] < 0.1 < posterior.mean(SLOTS[:2])[1]
+    for number in range(1000):
+        posterior.reset(SLOTS[:1], [f"adapter-{number}"])
+    assert len(posterior.state()) <= MAX_PRIOR_KEYS
+
+
+def test_counts_fade_with_and_without_drafts():
+    posterior = BetaPosterior(4, 2, 3)
+    posterior.fade(0.5, 0.8)
+    posterior.observe(SLOTS[:2], np.array([4, 4]), np.array([4, 4]))
+    posterior.observe(SLOTS[:2], np.array([1, 0]), np.array([0, 0]))
+    np.testing.assert_allclose(posterior.parameters(SLOTS[:2]), [[2 + 2, 2 + 3.2], [3 + 1, 3]])
+    posterior.observe(SLOTS[:2], np.array([0, 0]), np.array([0, 0]))
+    np.testing.assert_allclose(posterior.parameters(SLOTS[:2])[0], [2 + 1.6, 2 + 2.56])
+
+
+@pytest.mark.parametrize("name", ["confidence", "draft_verify", "adaedl"])
+def test_thresholds_stop_behind_an_unsure_token_and_never_before_one(name):
+    policy = build_policy(name, BetaPosterior(4), 0, {})
+    policy.reset(SLOTS)
+    assert policy.draft_more(SLOTS, 0, None).all()
+    answers = policy.draft_more(SLOTS, 1, np.array([0.01, 0.3, 0.9, 0.999], dtype=np.float32))
+    assert answers.tolist() == [False, False, True, True]
+
+
+@pytest.mark.parametrize("name", ["draft_verify", "adaedl"])
+def test_adapting_thresholds_rise_after_rejections_and_fall_after_acceptances(name):
+    policy = build_policy(name, BetaPosterior(4), 0, {})
+    policy.reset(SLOTS)
+    for _ in range(10):
+        policy.observe(SLOTS[:3], np.array([4, 4, 0]), np.array([0, 4, 0]))
+    start = policy.initial_threshold
+    assert policy.threshold[0] == pytest.approx(start + 10 * 0.001)
+    assert policy.threshold[1] == pytest.approx(start - 10 * 0.001)
+    assert policy.threshold[2] == start, "a round without drafts says nothing"
+
+
+def test_calibrated_ts_goes_on_as_often_as_the_calibrated_confidence():
+    policy = build_policy("calibrated_ts", BetaPosterior(1, 3, 3), 7, {})
+    slots = np.zeros(100_000, dtype=np.int64)
+    share = policy.draft_more(slots, 1, np.full(len(slots), 0.75, dtype=np.float32)).mean()
+    # Five standard errors; an empty calibration believes a confidence, here the centre of its bin.
+    assert share == pytest.approx(0.75, abs=5 * np.sqrt(0.75 * 0.25 / len(slots)))
+
+
+@pytest.mark.parametrize("value", [-0.1, 1.1, "high", True, float("nan")])
+def test_a_wrong_threshold_is_refused(value):
+    with pytest.raises(ValueError, match="policy_args.threshold="):
+        build_policy("confidence", BetaPosterior(1), 0, {"threshold": value})

@@ -86,7 +86,7 @@ class Calibration:
         """Take in one round's outcomes; they show within `REFRESH_ROUNDS` rounds.
 
         Args:
-            confidences: [num_rows, MAX_SPECULATIVE_TOKENS] float32, NaN where unknown.
+            confidences: [num_rows, longest draft] float32, NaN where unknown; equally wide in every call.
             num_verified: [num_rows] draft tokens the target judged.
             num_accepted: [num_rows] of those, the leading ones accepted.
             shares: [num_rows] bool, which rows count; None: all.

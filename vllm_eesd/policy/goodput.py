@@ -21,6 +21,8 @@ PRIOR_MEMORY, PRIOR_WEIGHT = 100.0, 5.0
 #: Share of a Thompson draw's distance from the posterior's mean that is kept: enough to leave a wrong belief soon, and
 #: half the noise in decisions.
 TEMPER = 0.5
+#: Nobody drafts at so low a theta; below it the chance of a longest draft would be no float any more.
+LEAST_THETA = 0.02
 #: How much a request's own log-odds of acceptance, relative to the average, move those its confidences show.
 REQUEST_WEIGHT = 0.5
 #: A probe takes the rows with the most hope, in standard deviations of their posterior, and at most so many.
@@ -95,7 +97,7 @@ class Goodput(DraftLengthPolicy):
         if longest and not self._wants_plain:
             alpha, beta = self.posterior.parameters(slots)
             mean = alpha / (alpha + beta)
-            theta = mean + TEMPER * (self._generator.beta(alpha, beta) - mean)
+            theta = np.maximum(mean + TEMPER * (self._generator.beta(alpha, beta) - mean), LEAST_THETA)
             average = self.calibration.mean_rate
             self._own_odds[slots] = (alpha / beta * ((1 - average) / average)) ** REQUEST_WEIGHT
             self._chain[slots, 1 : longest + 1] = theta[:, None] ** self.calibration.exponents[:longest]

@@ -16,7 +16,7 @@ class Guard:
     Unit: tokens, the time in which plain decoding would have emitted one. A round of a batch of n that took C times a
     plain step and emitted t tokens lost n C - t. Whatever the policy believes, it drafts only while the account is
     positive; when it believes that drafting does not pay, the income (`probe_budget` of the time) buys probes. So all
-    losses together stay below that share of the time, two tokens a request and one round.
+    losses together stay below that share of the time, two tokens a request and one round, as far as costs are right.
 
     Args:
         probe_budget: share of the time that may be lost in the long run.

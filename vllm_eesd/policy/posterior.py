@@ -78,7 +78,8 @@ class BetaPosterior:
         return alpha / (alpha + beta)
 
     def _refresh_priors(self) -> None:
-        learned = self._shared + np.array(self.prior)[:, None]
+        # The given prior counts for as much as a request's own does: outcomes of others soon outweigh it.
+        learned = self._shared + np.array(self.prior)[:, None] * (self._weight / sum(self.prior))
         #: Alpha and beta a request of each key starts from, [2, MAX_PRIOR_KEYS].
         self._priors = learned * (self._weight / learned.sum(axis=0))
 
