@@ -1,4 +1,4 @@
-"""Every supported target, end to end on a tiny random one: exact output, self-test, distilled, served from the result."""
+"""Every supported target, end to end on a tiny random one: exact output, self-tests, distilled, served."""
 
 import argparse
 

@@ -76,10 +76,11 @@ def _mlp_shapes(layer: dict[str, Any], hidden: int) -> dict[str, tuple[int, ...]
 def _expert_shapes(layer: dict[str, Any], hidden: int) -> dict[str, tuple[int, ...]]:
     """Experts are stored together, as transformers' modules hold them: gate and up projection in one tensor."""
     experts, inner = _size(layer, "num_experts"), _size(layer, "moe_intermediate_size")
-    if layer.get("decoder_sparse_step", 1) != 1 or layer.get("mlp_only_layers"):
+    step, plain = layer.get("decoder_sparse_step", 1), layer.get("mlp_only_layers")
+    if step != 1 or plain:
         raise ValueError(
-            f"transformer_layer_config: decoder_sparse_step is {layer.get('decoder_sparse_step')!r} and mlp_only_layers "
-            f"{layer.get('mlp_only_layers')!r}: only targets whose layers all have experts are supported"
+            f"transformer_layer_config: decoder_sparse_step is {step!r} and mlp_only_layers {plain!r}: "
+            "only targets whose layers all have experts are supported"
         )
     return {
         "mlp.gate.weight": (experts, hidden),
