@@ -156,6 +156,9 @@ def _add_distill(commands) -> None:
     distill.add_argument(
         "--measure-every", type=_positive, default=100, metavar="S", help="measure on held-out text (default 100 steps)"
     )
+    distill.add_argument(
+        "--measure-greedy", action="store_true", help="measure on the target's greedy text, as --self-generate does"
+    )
     distill.add_argument("--tensorboard", metavar="DIR", help="write the losses there (needs tensorboard)")
     distill.add_argument("--work", metavar="DIR", help="checkpoints to resume from and write to")
     distill.add_argument("--json", metavar="OUT", help="write the training record")

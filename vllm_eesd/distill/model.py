@@ -21,6 +21,8 @@ from vllm_eesd.exit_head.shapes import EXTRA_TENSORS
 LAYER_CONFIG_FIELDS = (
     "model_type", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
     "hidden_act", "rms_norm_eps", "attention_bias", "mlp_bias", "max_position_embeddings", "rope_parameters",
+    "residual_multiplier", "attention_multiplier", "num_experts", "num_experts_per_tok", "moe_intermediate_size",
+    "norm_topk_prob", "decoder_sparse_step", "mlp_only_layers",
 )  # fmt: skip
 
 
@@ -53,7 +55,7 @@ class Target(nn.Module):
     def embed(self, ids: Tensor) -> tuple[Tensor, dict[str, Any]]:
         """Return (what enters layer 0, the arguments every layer takes beside the hidden state)."""
         decoder = self.model.model
-        hidden = decoder.embed_tokens(ids)
+        hidden = decoder.embed_tokens(ids) * getattr(decoder, "embedding_multiplier", 1.0)  # Granite has one
         positions = torch.arange(ids.shape[1], device=ids.device)[None]
         rotary = decoder.rotary_emb(hidden, position_ids=positions)
         return hidden, {"attention_mask": None, "position_ids": positions, "position_embeddings": rotary}
@@ -141,8 +143,10 @@ class DeepContextHead(ExitHead):
     ) -> Tensor:
         produced_bonus = target_hidden[:, (block_starts - 1).clamp(min=0)] * (block_starts > 0)[None, :, None]
         hidden = exit_hidden + self.deep.inject(produced_bonus)
-        hidden = hidden + self._attend(self.layer.input_layernorm(hidden), target_hidden, rotary, block_starts)
-        return self.norm(hidden + self.layer.mlp(self.layer.post_attention_layernorm(hidden)))
+        share = getattr(self.layer, "residual_multiplier", 1.0)  # Granite has one
+        attended = self._attend(self.layer.input_layernorm(hidden), target_hidden, rotary, block_starts)
+        hidden = hidden + attended * share
+        return self.norm(hidden + self.layer.mlp(self.layer.post_attention_layernorm(hidden)) * share)
 
     def _attend(
         self, hidden: Tensor, target_hidden: Tensor, rotary: tuple[Tensor, Tensor], block_starts: Tensor
@@ -206,7 +210,16 @@ def load_target(name_or_path: str, exit_layer: int | None, device: str) -> Targe
         )
     # sdpa without a mask is causal, which is what Target.forward relies on.
     model = AutoModelForCausalLM.from_pretrained(name_or_path, dtype=torch.float32, attn_implementation="sdpa")
+    _fold_logits_scaling(model)
     return Target(model.to(device), exit_layer)
+
+
+def _fold_logits_scaling(model: nn.Module) -> None:
+    """Put the constant that Granite divides its logits by into the LM head's weight, which all here read directly."""
+    scaling = getattr(model.config, "logits_scaling", 1.0)
+    if scaling != 1.0:
+        model.lm_head.weight = nn.Parameter(model.lm_head.weight / scaling)
+        model.config.logits_scaling = 1.0
 
 
 def new_head(target: Target, init: str, head_type: str = "deep_context") -> ExitHead:
@@ -234,12 +247,7 @@ def load_head(target: Target, directory: str | os.PathLike) -> nn.Module:
     Raises:
         ValueError: no head there, or one of another target or exit layer.
     """
-    config = ExitHeadConfig.load(directory)
-    config.check_target(target.config)
-    if config.exit_layer != target.exit_layer:
-        raise ValueError(f"exit_layer is {target.exit_layer}, the head in {directory} has {config.exit_layer}")
-    head = new_head(target, "last", config.head_type)
-    head.load_state_dict({name: tensor.float() for name, tensor in read_tensors(directory).items()})
+    head = new_head(target, str(directory), ExitHeadConfig.load(directory).head_type)
     return head.to(target.lm_head.weight.device).requires_grad_(False).eval()
 
 

@@ -197,9 +197,9 @@ def _own_text(args: argparse.Namespace, target: Target, text: list, work: Path, 
 def _held_out(
     args: argparse.Namespace, target: Target, text: list, seq_len: int
 ) -> dict[str, tuple[torch.Tensor, int]]:
-    """Return name -> (windows, first position measured): text, and the target's greedy text if it trains on that."""
+    """Return name -> (windows, first position measured): text, and the target's greedy text if asked or trained on."""
     held_out = {"text": (spaced_windows(text, HELD_OUT_WINDOWS, seq_len), 0)}
-    if getattr(args, "self_generate", None):
+    if getattr(args, "self_generate", None) or getattr(args, "measure_greedy", False):
         windows, first = greedy_held_out(target, text, HELD_OUT_WINDOWS, seq_len)
         # The last prompt position is the first whose next token the target chose.
         held_out["greedy"] = (windows, first - 1)

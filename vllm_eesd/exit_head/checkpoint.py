@@ -32,7 +32,10 @@ MAX_HEADER_BYTES = 1 << 20
 WEIGHT_DTYPES = {"F32", "F16", "BF16"}
 PICKLE_SUFFIXES = {".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt"}
 # What must agree between the head's layer and the target's, where both state it.
-LAYER_FIELDS = ("model_type", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+LAYER_FIELDS = (
+    "model_type", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "num_experts", "num_experts_per_tok", "moe_intermediate_size", "residual_multiplier", "attention_multiplier",
+)  # fmt: skip
 # Keys other tools add to a config.json; they say nothing about the head.
 IGNORED_KEYS = {"transformers_version", "dtype", "torch_dtype", "auto_map"}
 

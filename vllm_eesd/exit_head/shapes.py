@@ -9,11 +9,15 @@ if TYPE_CHECKING:
 
 # Tensors a decoder layer has beyond the Llama set, per model_type; a model_type missing here is refused.
 EXTRA_TENSORS = {
+    "granite": (),
     "llama": (),
     "mistral": (),
     "qwen2": ("self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias"),
     "qwen3": ("self_attn.q_norm.weight", "self_attn.k_norm.weight"),
+    "qwen3_moe": ("self_attn.q_norm.weight", "self_attn.k_norm.weight"),
 }
+# model_types whose layers have experts in place of one MLP.
+EXPERT_TYPES = {"qwen3_moe"}
 
 
 def expected_shapes(config: ExitHeadConfig) -> dict[str, tuple[int, ...]]:
@@ -30,7 +34,7 @@ def expected_shapes(config: ExitHeadConfig) -> dict[str, tuple[int, ...]]:
         raise ValueError(
             f"transformer_layer_config.model_type is {model_type!r}, must be one of {sorted(EXTRA_TENSORS)}"
         )
-    hidden, inner = _size(layer, "hidden_size"), _size(layer, "intermediate_size")
+    hidden = _size(layer, "hidden_size")
     if hidden != config.verifier.hidden_size:
         raise ValueError(
             f"transformer_layer_config.hidden_size is {hidden}, verifier.hidden_size {config.verifier.hidden_size}"
@@ -43,9 +47,7 @@ def expected_shapes(config: ExitHeadConfig) -> dict[str, tuple[int, ...]]:
         "self_attn.k_proj.weight": (kv_heads * head_dim, hidden),
         "self_attn.v_proj.weight": (kv_heads * head_dim, hidden),
         "self_attn.o_proj.weight": (hidden, heads * head_dim),
-        "mlp.gate_proj.weight": (inner, hidden),
-        "mlp.up_proj.weight": (inner, hidden),
-        "mlp.down_proj.weight": (hidden, inner),
+        **(_expert_shapes(layer, hidden) if model_type in EXPERT_TYPES else _mlp_shapes(layer, hidden)),
         "input_layernorm.weight": (hidden,),
         "post_attention_layernorm.weight": (hidden,),
     }
@@ -60,6 +62,31 @@ def expected_shapes(config: ExitHeadConfig) -> dict[str, tuple[int, ...]]:
         named |= {f"deep.{n}": shapes[f"self_attn.{n}"] for n in second if f"self_attn.{n}" in shapes}
         named["deep.inject.weight"] = (hidden, hidden)
     return named
+
+
+def _mlp_shapes(layer: dict[str, Any], hidden: int) -> dict[str, tuple[int, ...]]:
+    inner = _size(layer, "intermediate_size")
+    return {
+        "mlp.gate_proj.weight": (inner, hidden),
+        "mlp.up_proj.weight": (inner, hidden),
+        "mlp.down_proj.weight": (hidden, inner),
+    }
+
+
+def _expert_shapes(layer: dict[str, Any], hidden: int) -> dict[str, tuple[int, ...]]:
+    """Experts are stored together, as transformers' modules hold them: gate and up projection in one tensor."""
+    experts, inner = _size(layer, "num_experts"), _size(layer, "moe_intermediate_size")
+    step, plain = layer.get("decoder_sparse_step", 1), layer.get("mlp_only_layers")
+    if step != 1 or plain:
+        raise ValueError(
+            f"transformer_layer_config: decoder_sparse_step is {step!r} and mlp_only_layers {plain!r}: "
+            "only targets whose layers all have experts are supported"
+        )
+    return {
+        "mlp.gate.weight": (experts, hidden),
+        "mlp.experts.gate_up_proj": (experts, 2 * inner, hidden),
+        "mlp.experts.down_proj": (experts, hidden, inner),
+    }
 
 
 def _size(layer: dict[str, Any], field: str, default: int | None = None) -> int:

@@ -22,6 +22,7 @@ from vllm_eesd.host.compat import (
     set_default_torch_dtype,
     support_torch_compile,
 )
+from vllm_eesd.host.layer_call import carries_residual, normed, run_layer, summed
 
 
 def kv_fill(hidden_states: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer_name: str) -> None:
@@ -73,6 +74,7 @@ class ExitHead(nn.Module):
         prefix = f"eesd_exit.layers.{len(layers)}"
         pattern = layers[config.exit_layer]
         self.layer = _build_like(type(pattern), vllm_config, prefix)
+        self._with_residual = carries_residual(pattern)
         hf_config = vllm_config.model_config.hf_text_config
         self.norm = RMSNorm(hf_config.hidden_size, eps=hf_config.rms_norm_eps)
         self.attention_name: str = f"{prefix}.self_attn.attn"
@@ -115,10 +117,11 @@ class ExitHead(nn.Module):
 
     def forward(self, positions: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
         """Return the normed hidden states for the LM head, [num_tokens, hidden_size]."""
-        hidden_states, residual = self.layer(positions, hidden_states, None)
-        return self.norm(hidden_states, residual)[0]
+        return normed(self.norm, *run_layer(self.layer, self._with_residual, positions, hidden_states, None))
 
-    def fill_kv(self, positions: torch.Tensor, hidden_states: torch.Tensor, residual: torch.Tensor) -> None:
+    def fill_kv(
+        self, positions: torch.Tensor, hidden_states: torch.Tensor, residual: torch.Tensor | None = None
+    ) -> None:
         """Write this layer's K/V for what enters target layer N: norm, k/v projection, rope, cache write; no attention.
 
         Args:
@@ -127,7 +130,7 @@ class ExitHead(nn.Module):
         """
         attention = self.layer.self_attn
         # The sum is a new tensor: RMSNorm(x, residual) would write into the target's residual stream.
-        qkv, _ = attention.qkv_proj(self.layer.input_layernorm(hidden_states + residual))
+        qkv, _ = attention.qkv_proj(self.layer.input_layernorm(summed(hidden_states, residual)))
         query, key, value = qkv.split([attention.q_size, attention.kv_size, attention.kv_size], dim=-1)
         self._write_kv(positions, hidden_states, query, key, value)
 
@@ -172,10 +175,10 @@ class DeepContextHead(ExitHead):
     def hook_kv_fill(self, target: nn.Module, exit_layer: int) -> None:
         """Make every forward of the target fill the exit layer's KV just after its last layer ran."""
 
-        def fill(_layer: nn.Module, args: tuple[torch.Tensor, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-            hidden_states, residual = output
+        def fill(_layer: nn.Module, args: tuple[torch.Tensor, ...], output: Any) -> None:
+            hidden_states, residual = output if self._with_residual else (output, None)
             # A new tensor again, and the final norm a second time: its result is out of reach of a hook.
-            key, value = self.kv_proj(target.model.norm(hidden_states + residual))[0].chunk(2, dim=-1)
+            key, value = self.kv_proj(target.model.norm(summed(hidden_states, residual)))[0].chunk(2, dim=-1)
             self._write_kv(args[0], hidden_states, torch.zeros_like(key), key.contiguous(), value.contiguous())
 
         target.model.layers[-1].register_forward_hook(fill)
@@ -222,6 +225,9 @@ class DraftStep(nn.Module):
         # Tuples hide the target's modules from this one's parameter list.
         self._target = (target,)
         self._layers = tuple(target.model.layers[:exit_layer])
+        self._with_residual = carries_residual(self._layers[0])
+        # Granite's model scales what it embeds; the other targets' configs have no such field.
+        self._embedding_scale = getattr(vllm_config.model_config.hf_text_config, "embedding_multiplier", 1.0)
         self._head = (head,)
 
     @property
@@ -245,12 +251,14 @@ class DraftStep(nn.Module):
         """
         target, head = self._target[0], self._head[0]
         hidden_states, residual = target.model.embed_input_ids(input_ids), None
+        if self._embedding_scale != 1.0:
+            hidden_states = hidden_states * self._embedding_scale
         for layer in self._layers:
-            hidden_states, residual = layer(positions, hidden_states, residual)
+            hidden_states, residual = run_layer(layer, self._with_residual, positions, hidden_states, residual)
         if head is None:
-            hidden_states, _ = target.model.norm(hidden_states, residual)
+            hidden_states = normed(target.model.norm, hidden_states, residual)
         else:
-            hidden_states = hidden_states + residual
+            hidden_states = summed(hidden_states, residual)
             hidden_states = head(positions, hidden_states if context is None else hidden_states + context)
         logits = target.compute_logits(hidden_states).float()
         best = logits.max(dim=-1)

@@ -12,8 +12,16 @@ from vllm_eesd.exit_head.checkpoint import ExitHeadConfig, Verifier, read_tensor
 from vllm_eesd.host.compat import ModelConfig, ParallelConfig, SpeculativeConfig
 from vllm_eesd.policy import BetaPosterior, build_policy
 
-#: Targets whose layers the drafter may call in place: SupportsEagle3 in vLLM, layer(positions, hidden, residual).
-SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+#: Targets whose layers the drafter may call in place: SupportsEagle3 in vLLM, and tested end to end. gpt-oss is not
+#: among them: every other layer of it attends through a sliding window.
+SUPPORTED_ARCHITECTURES = (
+    "GraniteForCausalLM",
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM",
+)
 #: Checkpoints trained with layer dropout and early-exit loss, drafting headless.
 #: Source: the benchmark table of Hugging Face's LayerSkip article (data set ariG23498/layer-skip-assets).
 LAYERSKIP_EXIT_LAYERS = {"facebook/layerskip-llama2-7B": 4}

@@ -1,0 +1,102 @@
+"""Which loss, initialisation and data distil best: every combination at equal steps, as the table of docs/distill.md.
+
+    python -P benchmarks/distill_table.py models/eesd-code-10m --exit-layer 2 --train train.bin --held-out held_out.bin
+
+Each run is kept under --work and not repeated; rows are ordered by tokens per round on the target's own greedy text.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+from pathlib import Path
+
+import torch
+
+from vllm_eesd.distill.losses import LOSS_NAMES
+from vllm_eesd.distill.run import run
+
+INITS = ("last", "exit")
+# Name -> share of windows the target writes itself, as --self-generate takes it: none, or half of each batch.
+SOURCES = {"text": 0, "text + own": 1}
+
+
+def main() -> None:
+    args = read_arguments()
+    torch.set_num_threads(args.threads)
+    chosen = itertools.product(args.losses, args.inits, args.head_types, SOURCES)
+    rows = [measure(args, *combination) for combination in chosen]
+    rows.sort(key=lambda row: -row["greedy_tokens_per_round"])
+    table = markdown(rows)
+    (args.work / "distill_table.json").write_text(json.dumps(rows, indent=1) + "\n")
+    print(table)
+
+
+def read_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("--exit-layer", type=int, required=True)
+    parser.add_argument("--train", nargs="+", required=True)
+    parser.add_argument("--held-out", nargs="+", required=True)
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--seq-len", type=int, default=512)
+    parser.add_argument("--windows", type=int, default=512, help="written by the target, where it writes any")
+    parser.add_argument("--losses", nargs="+", choices=LOSS_NAMES, default=LOSS_NAMES)
+    parser.add_argument("--inits", nargs="+", choices=INITS, default=INITS)
+    parser.add_argument("--head-types", nargs="+", default=["transformer"])
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--work", type=Path, default=Path("build/distill_table"))
+    return parser.parse_args()
+
+
+def measure(args: argparse.Namespace, loss: str, init: str, head_type: str, source: str) -> dict:
+    """Return one row; every combination sees the same steps, batches and seed."""
+    name = f"{loss}-{init}-{head_type}-{'own' if SOURCES[source] else 'text'}"
+    directory = args.work / name
+    if not (directory / "out.json").exists():
+        print(f"== {name}", flush=True)
+        run(distill_arguments(args, directory, loss, init, head_type, args.windows * SOURCES[source]))
+    record = json.loads((directory / "out.json").read_text())
+    before, after = record["before"], record["after"]
+    return {
+        "loss": loss,
+        "init": init,
+        "head": head_type,
+        "data": source,
+        "steps": record["steps"],
+        "text_agreement": after["text"]["agreement"],
+        "text_overlap": after["text"]["overlap"],
+        "greedy_tokens_per_round": 1 + after["greedy"]["expected_matches"],
+        "untrained_tokens_per_round": 1 + before["greedy"]["expected_matches"],
+    }
+
+
+def distill_arguments(
+    args: argparse.Namespace, directory: Path, loss: str, init: str, head_type: str, windows: int
+) -> argparse.Namespace:
+    given = {"model": args.model, "exit_layer": args.exit_layer, "data": args.train, "held_out": args.held_out}
+    given |= {"output": str(directory / "head"), "work": str(directory), "json": str(directory / "out.json")}
+    given |= {"steps": args.steps, "batch": args.batch, "seq_len": args.seq_len, "seed": args.seed, "minutes": None}
+    # What is measured must not depend on what was trained on: the target's own greedy text is always measured.
+    given |= {"loss": loss, "init": init, "head_type": head_type, "self_generate": windows, "measure_greedy": True}
+    return argparse.Namespace(**given)
+
+
+def markdown(rows: list[dict]) -> str:
+    lines = [
+        "| loss | init | head | data | agreement (text) | overlap (text) | tokens per round (greedy) | untrained |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for r in rows:
+        lines.append(
+            f"| {r['loss']} | {r['init']} | {r['head']} | {r['data']} | {r['text_agreement']:.3f} | "
+            f"{r['text_overlap']:.3f} | {r['greedy_tokens_per_round']:.2f} | {r['untrained_tokens_per_round']:.2f} |"
+        )
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()
