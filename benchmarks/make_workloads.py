@@ -3,8 +3,8 @@
     python benchmarks/make_workloads.py
 
 `repetitive_code.jsonl`: each held-out prompt, then the beginning of a copy of it with one name changed, as an editor
-sends it when code is copied and adapted. `random_tokens.jsonl`: uniformly random token ids, decoded: nothing to predict,
-the worst case for drafting.
+sends it when code is copied and adapted. `random_tokens.jsonl`: uniformly random token ids, decoded: nothing to
+predict, the worst case for drafting.
 """
 
 from __future__ import annotations
