@@ -30,10 +30,14 @@ def test_sampling_parameters_reach_every_drafted_row():
 @pytest.mark.parametrize("sampled", [False, True], ids=["one-hot", "sampled"])
 def test_placeholder_drafts_are_rejected(sampled):
     """The seam at rejection_sample: vLLM 0.32's CPU kernel accepts -1 with the probability beside its row."""
+    from vllm.platforms import current_platform
     from vllm.v1.sample import rejection_sampler
 
     from vllm_eesd.host import plugin
 
+    if not current_platform.is_cpu():
+        pytest.skip("vLLM's kernels for other devices reject placeholders themselves")
+    current_platform.register_triton_kernel_overrides()  # a worker does it when it starts
     plugin.register()
     torch.manual_seed(0)
     num_reqs, target = 20_000, torch.tensor([0.05, 0.15, 0.2, 0.6])
