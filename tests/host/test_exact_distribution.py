@@ -56,8 +56,8 @@ class FreeDrafting(CostModel):
     def observe_draft_round(self, num_rows, ms):
         pass
 
-    def plain_samples(self, num_reqs):
-        return 1_000_000
+    def lacks_plain(self, num_reqs):
+        return False
 
     def verify_curve(self, num_reqs, max_drafts):
         return np.ones(max_drafts + 1)
