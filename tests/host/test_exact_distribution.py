@@ -89,7 +89,7 @@ def distributions_after(prompt, target):
 
 
 @pytest.fixture(scope="module")
-def llm(request, engine, target, cloned_head, drafter_of):
+def llm(request, engine, target, cloned_head):
     """An engine: plain vLLM, or EESD with (policy, draft_sample_method)."""
     spec = None
     if request.param != PLAIN:
@@ -101,10 +101,11 @@ def llm(request, engine, target, cloned_head, drafter_of):
             "policy": policy,
             "draft_sample_method": method,
         }
-    with engine(target, spec, max_num_seqs=256, max_model_len=32, num_gpu_blocks_override=512, block_size=32) as llm:
-        if spec is not None:
-            drafter_of(llm).policy.costs = FreeDrafting()
-        yield llm
+    options = {"max_num_seqs": 256, "max_model_len": 32, "num_gpu_blocks_override": 512, "block_size": 32}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("vllm_eesd.host.v1.CostModel", FreeDrafting)
+        with engine(target, spec, **options) as llm:
+            yield llm
 
 
 def verdict_on(llm, distributions, names, num_samples=NUM_SAMPLES, prompt=PROMPT):
