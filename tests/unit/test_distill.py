@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from argparse import Namespace
 
 import numpy as np
@@ -369,7 +370,7 @@ def test_output_never_replaces_a_model(model_dir, text):
     ],
 )
 def test_bad_data(model_dir, tmp_path, monkeypatch, name, content, words):
-    monkeypatch.setattr("vllm_eesd.distill.text.AutoTokenizer.from_pretrained", lambda _: None)
+    monkeypatch.setattr("vllm_eesd.distill.text.AutoTokenizer.from_pretrained", lambda _: ByteTokenizer())
     (tmp_path / name).write_bytes(content)
     refused(
         lambda: run(make_args(model_dir, tmp_path / name, tmp_path / "head")),
@@ -378,14 +379,52 @@ def test_bad_data(model_dir, tmp_path, monkeypatch, name, content, words):
     )
 
 
+class ByteTokenizer:
+    eos_token_id = 0
+
+    def __init__(self):
+        self.longest = 0
+
+    def __call__(self, text, add_special_tokens):
+        self.longest = max(self.longest, len(text))
+        return {"input_ids": list(text.encode())}
+
+
 def test_text_files_are_tokenised(tmp_path):
-    class ByteTokenizer:
-        eos_token_id = 0
-
-        def __call__(self, text, add_special_tokens):
-            return {"input_ids": list(text.encode())}
-
     (tmp_path / "a.py").write_text("ab")
     (tmp_path / "b.jsonl").write_text('{"text": "c"}\n\n{"prompt": "d"}\n')
     python, lines = read_sources([tmp_path / "a.py", tmp_path / "b.jsonl"], ByteTokenizer(), 256)
-    assert python.tolist() == [97, 98, 0] and lines.tolist() == [99, 0, 100, 0]
+    assert np.asarray(python).tolist() == [97, 98, 0] and np.asarray(lines).tolist() == [99, 0, 100, 0]
+
+
+def test_a_long_text_is_read_in_pieces(tmp_path, monkeypatch):
+    monkeypatch.setattr("vllm_eesd.distill.data.PIECE_CHARS", 100)
+    content = "".join(f"line {number}\n" for number in range(200))
+    (tmp_path / "a.txt").write_text(content)
+    tokenizer = ByteTokenizer()
+    (tokens,) = read_sources([tmp_path / "a.txt"], tokenizer, 256)
+    assert np.asarray(tokens).tolist() == [*content.encode(), 0]
+    assert tokenizer.longest < 120
+
+
+def test_token_files_are_read_where_they_are_used(tmp_path, monkeypatch):
+    ids = np.random.default_rng(0).integers(0, VOCAB, 5_000).astype(np.uint16)
+    ids.tofile(tmp_path / "a.bin")
+    read, pread = [], os.pread
+    monkeypatch.setattr(os, "pread", lambda fd, size, at: read.append(size) or pread(fd, size, at))
+    monkeypatch.setattr("vllm_eesd.distill.token_file.CHUNK_TOKENS", 1_000)
+    (tokens,) = read_sources([tmp_path / "a.bin"], None, VOCAB)
+    assert read == [2_000] * 5  # the range check, in pieces
+    train_part, held_out = tokens[:-500], tokens[-500:]
+    assert len(train_part) == 4_500 and len(read) == 5  # nothing is read for a part
+    assert np.array_equal(train_part[10:20], ids[10:20]) and np.array_equal(held_out[3:9], ids[4_503:4_509])
+    batches = [TokenData([source]).batch_at(3, 4, SEQ_LEN, seed=1) for source in (tokens, ids)]
+    assert torch.equal(*batches)
+    assert max(read[5:]) == 2 * SEQ_LEN
+
+
+def test_a_data_file_that_shrinks_is_noticed(tmp_path):
+    np.ones(100, dtype=np.uint16).tofile(tmp_path / "a.bin")
+    (tokens,) = read_sources([tmp_path / "a.bin"], None, VOCAB)
+    os.truncate(tmp_path / "a.bin", 50)
+    refused(lambda: np.asarray(tokens[20:60]), "a.bin", "shorter")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,19 @@ from typing import Any
 import numpy as np
 import torch
 
+from vllm_eesd.distill.token_file import TokenFile, spool
+
 # Fields of a JSONL line that hold text, in the order they are looked for.
 TEXT_FIELDS = ("text", "content", "code", "prompt")
 # Share of each file kept for measuring when no held-out file is given.
 HELD_OUT_SHARE = 0.05
 # Half of every batch is the target's own text: that is what the head meets when it drafts; the rest keeps prompts good.
 SELF_SHARE = 0.5
+# A text file is tokenised in pieces of about this size, split at line ends, so that its size does not matter.
+PIECE_CHARS = 1 << 20
+
+# Token ids of one source, [num_tokens], in memory or on disk.
+Tokens = np.ndarray | TokenFile
 
 
 @dataclass(frozen=True)
@@ -27,7 +35,7 @@ class TokenData:
         generated: [num_windows, seq_len] text of the target's own, or None; windows are taken whole.
     """
 
-    text: list[np.ndarray]
+    text: list[Tokens]
     generated: np.ndarray | None = None
 
     def batch_at(self, step: int, batch: int, seq_len: int, seed: int) -> torch.Tensor:
@@ -44,7 +52,7 @@ class TokenData:
         return torch.from_numpy(np.stack(rows).astype(np.int64))
 
 
-def spaced_windows(sources: list[np.ndarray], count: int, seq_len: int) -> torch.Tensor:
+def spaced_windows(sources: list[Tokens], count: int, seq_len: int) -> torch.Tensor:
     """Return [count, seq_len] int64, evenly spaced over all sources."""
     windows, lengths = [], np.array([len(tokens) for tokens in sources])
     shares = np.maximum(1, np.round(count * lengths / lengths.sum())).astype(int)
@@ -55,7 +63,7 @@ def spaced_windows(sources: list[np.ndarray], count: int, seq_len: int) -> torch
     return torch.from_numpy(np.stack([windows[i] for i in kept]).astype(np.int64))
 
 
-def read_sources(paths: list[Path], tokenizer: Any, vocab_size: int) -> list[np.ndarray]:
+def read_sources(paths: list[Path], tokenizer: Any, vocab_size: int) -> list[Tokens]:
     """Return the tokens of each file.
 
     Args:
@@ -67,7 +75,7 @@ def read_sources(paths: list[Path], tokenizer: Any, vocab_size: int) -> list[np.
     return [_read_source(Path(path), tokenizer, vocab_size) for path in paths]
 
 
-def split_held_out(sources: list[np.ndarray], seq_len: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
+def split_held_out(sources: list[Tokens], seq_len: int) -> tuple[list[Tokens], list[Tokens]]:
     """Return (training, held-out) tokens: the end of each source is held out.
 
     Raises:
@@ -87,7 +95,7 @@ def split_held_out(sources: list[np.ndarray], seq_len: int) -> tuple[list[np.nda
     return train, held_out
 
 
-def long_enough(sources: list[np.ndarray], seq_len: int, field: str) -> list[np.ndarray]:
+def long_enough(sources: list[Tokens], seq_len: int, field: str) -> list[Tokens]:
     """Return the sources that hold a window.
 
     Raises:
@@ -104,31 +112,47 @@ def token_dtype(vocab_size: int) -> type:
     return np.uint16 if vocab_size <= 1 << 16 else np.uint32
 
 
-def _read_source(path: Path, tokenizer: Any, vocab_size: int) -> np.ndarray:
+def _read_source(path: Path, tokenizer: Any, vocab_size: int) -> TokenFile:
     if not path.is_file():
         raise ValueError(f"data: {path}: no such file; give text, .py, .jsonl or .bin files")
     if path.stat().st_size == 0:
         raise ValueError(f"data: {path}: empty file")
+    dtype = np.dtype(token_dtype(vocab_size))
     if path.suffix == ".bin":
-        dtype = np.dtype(token_dtype(vocab_size))
         if path.stat().st_size % dtype.itemsize:
             raise ValueError(f"data: {path}: {path.stat().st_size} bytes are no whole number of {dtype.name} token ids")
-        tokens = np.memmap(path, dtype=dtype, mode="r")
+        tokens = TokenFile(path.open("rb"), dtype)
     else:
-        try:
-            content = path.read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise ValueError(f"data: {path}: not UTF-8 ({error.reason} at byte {error.start})") from None
-        texts = _jsonl_texts(path, content) if path.suffix == ".jsonl" else [content]
-        tokens = _encode(texts, tokenizer, vocab_size)
-    if len(tokens) and (largest := int(tokens.max())) >= vocab_size:
+        texts = _jsonl_texts(path) if path.suffix == ".jsonl" else _pieces(path)
+        tokens = spool(_encode(texts, tokenizer), dtype)
+    if (largest := tokens.largest()) >= vocab_size:
         raise ValueError(f"data: {path}: token id {largest}, the target's vocabulary has {vocab_size}")
     return tokens
 
 
-def _jsonl_texts(path: Path, content: str) -> list[str]:
-    texts = []
-    for number, line in enumerate(content.splitlines(), start=1):
+def _lines(path: Path) -> Iterator[str]:
+    try:
+        with path.open(encoding="utf-8") as file:
+            yield from file
+    except UnicodeDecodeError as error:
+        raise ValueError(f"data: {path}: not UTF-8 ({error.reason})") from None
+
+
+def _pieces(path: Path) -> Iterator[tuple[str, bool]]:
+    """Yield (whole lines of a text file, about PIECE_CHARS at a time; whether the text ends there)."""
+    held: list[str] = []
+    size = 0
+    for line in _lines(path):
+        if size >= PIECE_CHARS:
+            yield "".join(held), False
+            held, size = [], 0
+        held.append(line)
+        size += len(line)
+    yield "".join(held), True
+
+
+def _jsonl_texts(path: Path) -> Iterator[tuple[str, bool]]:
+    for number, line in enumerate(_lines(path), start=1):
         if not line.strip():
             continue
         try:
@@ -142,13 +166,10 @@ def _jsonl_texts(path: Path, content: str) -> list[str]:
             raise ValueError(
                 f"data: {path}, line {number}: no text; one of {', '.join(TEXT_FIELDS)} must hold a string"
             )
-        texts.append(text)
-    return texts
+        yield text, True
 
 
-def _encode(texts: list[str], tokenizer: Any, vocab_size: int) -> np.ndarray:
-    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    ids: list[int] = []
-    for text in texts:
-        ids += tokenizer(text, add_special_tokens=False)["input_ids"] + end
-    return np.array(ids, dtype=token_dtype(vocab_size))
+def _encode(texts: Iterator[tuple[str, bool]], tokenizer: Any) -> Iterator[list[int]]:
+    for text, ends in texts:
+        end = [tokenizer.eos_token_id] if ends and tokenizer.eos_token_id is not None else []
+        yield tokenizer(text, add_special_tokens=False)["input_ids"] + end

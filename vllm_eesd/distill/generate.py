@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from vllm_eesd.distill.data import spaced_windows, token_dtype
+from vllm_eesd.distill.data import Tokens, spaced_windows, token_dtype
 from vllm_eesd.distill.model import Target
 
 # Windows continued at one time; the KV cache of more does not pay on a CPU.
@@ -40,7 +40,7 @@ def continue_windows(target: Target, prompts: Tensor, seq_len: int, temperatures
 
 
 def generated_windows(
-    target: Target, text: list[np.ndarray], work: Path, count: int, seq_len: int, temperature: float, seed: int
+    target: Target, text: list[Tokens], work: Path, count: int, seq_len: int, temperature: float, seed: int
 ) -> np.ndarray:
     """Return [count, seq_len] token ids from `work`, first generating what is missing there.
 
@@ -73,7 +73,7 @@ def generated_windows(
     return np.memmap(path, dtype=dtype, mode="r").reshape(-1, seq_len)[:count]
 
 
-def greedy_held_out(target: Target, text: list[np.ndarray], count: int, seq_len: int) -> tuple[Tensor, int]:
+def greedy_held_out(target: Target, text: list[Tokens], count: int, seq_len: int) -> tuple[Tensor, int]:
     """Return (held-out prompts continued greedily, [count, seq_len] int64; first generated position)."""
     prompt_len = max(1, seq_len // 4)
     prompts = spaced_windows(text, count, seq_len)[:, :prompt_len]
@@ -81,7 +81,7 @@ def greedy_held_out(target: Target, text: list[np.ndarray], count: int, seq_len:
     return torch.cat(some), prompt_len
 
 
-def _random_windows(text: list[np.ndarray], count: int, length: int, rng: np.random.Generator) -> Tensor:
+def _random_windows(text: list[Tokens], count: int, length: int, rng: np.random.Generator) -> Tensor:
     sizes = np.array([len(tokens) for tokens in text])
     rows = []
     for source in rng.choice(len(text), count, p=sizes / sizes.sum()):

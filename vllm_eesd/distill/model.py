@@ -10,12 +10,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL_LMS
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
+from vllm_eesd.distill.loading import decompression, fold_logits_scaling, read_config
 from vllm_eesd.exit_head.checkpoint import ExitHeadConfig, Prior, Verifier, read_tensors
-from vllm_eesd.exit_head.shapes import EXTRA_TENSORS
 
 # What of the target's config says how its layers are built.
 LAYER_CONFIG_FIELDS = (
@@ -75,8 +75,9 @@ class ExitHead(nn.Module):
     head_type = "transformer"
 
     def __init__(self, layer: nn.Module, norm: nn.Module) -> None:
+        """Take `layer` over, a copy of the target's; `norm` is copied."""
         super().__init__()
-        self.layer = copy.deepcopy(layer).requires_grad_(True)
+        self.layer = layer
         self.norm = copy.deepcopy(norm).requires_grad_(True)
 
     def forward(
@@ -209,17 +210,20 @@ def load_target(name_or_path: str, exit_layer: int | None, device: str) -> Targe
             f"exit_layer is {exit_layer}, must be 1 to {num_layers - 1}: the target has {num_layers} layers"
         )
     # sdpa without a mask is causal, which is what Target.forward relies on.
-    model = AutoModelForCausalLM.from_pretrained(name_or_path, dtype=torch.float32, attn_implementation="sdpa")
-    _fold_logits_scaling(model)
+    model = AutoModelForCausalLM.from_pretrained(
+        name_or_path, dtype=torch.float32, attn_implementation="sdpa", **decompression(name_or_path, config)
+    )
+    fold_logits_scaling(model)
     return Target(model.to(device), exit_layer)
 
 
-def _fold_logits_scaling(model: nn.Module) -> None:
-    """Put the constant that Granite divides its logits by into the LM head's weight, which all here read directly."""
-    scaling = getattr(model.config, "logits_scaling", 1.0)
-    if scaling != 1.0:
-        model.lm_head.weight = nn.Parameter(model.lm_head.weight / scaling)
-        model.config.logits_scaling = 1.0
+def _plain_layer(layer: nn.Module, config: Any) -> nn.Module:
+    """Return a trainable copy of a decoder layer, without the scales and hooks that a quantised target's has."""
+    weights = layer.state_dict()
+    with torch.device(next(layer.parameters()).device):
+        plain = type(layer)(config, layer.self_attn.layer_idx)
+    plain.load_state_dict({name: weights[name] for name in plain.state_dict()})
+    return plain.float().requires_grad_(True)
 
 
 def new_head(target: Target, init: str, head_type: str = "deep_context") -> ExitHead:
@@ -231,7 +235,8 @@ def new_head(target: Target, init: str, head_type: str = "deep_context") -> Exit
         ValueError: the directory holds no head, or one of another target or exit layer.
     """
     decoder = target.model.model
-    head = HEAD_CLASSES[head_type](decoder.layers[target.exit_layer if init == "exit" else -1], decoder.norm)
+    layer = _plain_layer(decoder.layers[target.exit_layer if init == "exit" else -1], target.config)
+    head = HEAD_CLASSES[head_type](layer, decoder.norm)
     if init not in ("last", "exit"):
         config = ExitHeadConfig.load(init)
         config.check_target(target.config)
@@ -283,21 +288,3 @@ def saved_dtype(name_or_path: str) -> torch.dtype:
     """Return the dtype the target's weights are stored in: the head is served in it, so it is stored in it too."""
     dtype = read_config(name_or_path).dtype
     return dtype if dtype in (torch.bfloat16, torch.float16) else torch.float32
-
-
-def read_config(name_or_path: str) -> Any:
-    """Return the target's transformers config.
-
-    Raises:
-        ValueError: no such model, or an unsupported kind of it.
-    """
-    try:
-        config = AutoConfig.from_pretrained(name_or_path)
-    except (OSError, ValueError) as error:
-        reason = " ".join(str(error).split())[:160]
-        raise ValueError(f"model: {name_or_path!r} is no model directory and no known model id ({reason})") from None
-    if config.model_type not in EXTRA_TENSORS:
-        raise ValueError(
-            f"model: {name_or_path!r} has model_type {config.model_type!r}, must be one of {sorted(EXTRA_TENSORS)}"
-        )
-    return config

@@ -7,12 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from vllm_eesd.distill.data import long_enough, read_sources, spaced_windows
+from vllm_eesd.distill.data import Tokens, long_enough, read_sources, spaced_windows
 from vllm_eesd.distill.generate import BATCH, continue_windows
 from vllm_eesd.distill.model import Target
 
@@ -32,7 +31,7 @@ def check_seq_len(config: Any, seq_len: int) -> None:
             raise ValueError(f"seq_len is {seq_len}, must be at most {longest}, the target's {field}")
 
 
-def read_text(model: str, config: Any, paths: Sequence[str | os.PathLike]) -> list[np.ndarray]:
+def read_text(model: str, config: Any, paths: Sequence[str | os.PathLike]) -> list[Tokens]:
     """Return the token ids of each file; the target's tokenizer is loaded only where a file is not token ids already.
 
     Raises:
