@@ -88,7 +88,7 @@ def exit_head(
     """
     logits = _project(hidden_states, weight, norm_weight, eps, weight_scale)
     if logits_out is not None:
-        _store_logits(logits_out, logits, d2t)
+        store_logits(logits_out, logits, d2t)
     return choose_tokens(
         logits,
         sampling=sampling,
@@ -119,7 +119,7 @@ def exit_head_partials(
     """
     logits = _project(hidden_states, weight, norm_weight, eps, weight_scale)
     if logits_out is not None:
-        _store_logits(logits_out, logits, d2t, first_token_id)
+        store_logits(logits_out, logits, d2t, first_token_id)
     logits = logits.float()
     scores = _scores(logits, sampling, d2t, first_token_id)
     best = row_argmax(scores)
@@ -200,7 +200,7 @@ def _project(
     return logits.to(hidden_states.dtype)
 
 
-def _store_logits(
+def store_logits(
     logits_out: torch.Tensor, logits: torch.Tensor, d2t: torch.Tensor | None, first_token_id: int = 0
 ) -> None:
     if d2t is None:
