@@ -14,26 +14,46 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 collect_ignore_glob = [] if INTERPRETED or torch.cuda.is_available() else ["test_*.py"]
 
 
-def multiply_bfloat16():
-    """Mend the interpreter's tl.dot, which multiplies the bits of bfloat16 as if they were integers (Triton 3.9)."""
+def mend_small_floats():
+    """Give the interpreter a GPU's arithmetic on bfloat16 and float8.
+
+    Triton 3.6 and 3.9 truncate float32 to bfloat16, do not carry when a float8 rounds up, and multiply the bits of
+    bfloat16 matrices as if they were integers.
+    """
     import numpy as np
     import triton.language as tl
     from triton.runtime import interpreter
 
-    plain = interpreter.InterpreterBuilder.create_dot
+    floats = {
+        tl.float32: torch.float32,
+        tl.float16: torch.float16,
+        tl.bfloat16: torch.bfloat16,
+        tl.float8e4nv: torch.float8_e4m3fn,
+        tl.float8e5: torch.float8_e5m2,
+    }
+    plain_convert, plain_dot = interpreter._convert_float, interpreter.InterpreterBuilder.create_dot
 
-    def create_dot(self, a, b, d, *options):
+    def convert(values, source, target, rounding_mode):
+        if source not in floats or target not in floats:
+            return plain_convert(values, source, target, rounding_mode)
+        converted = torch.from_numpy(np.ascontiguousarray(values)).view(floats[source]).to(floats[target])
+        bits = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32}[converted.element_size()]
+        return converted.view(bits).numpy().reshape(values.shape)
+
+    def dot(self, a, b, d, *options):
         if a.dtype.scalar == tl.bfloat16:
             a, b = (
-                interpreter.TensorHandle((x.data.astype(np.uint32) << 16).view(np.float32), tl.float32) for x in (a, b)
+                interpreter.TensorHandle(convert(x.data, tl.bfloat16, tl.float32, None).view(np.float32), tl.float32)
+                for x in (a, b)
             )
-        return plain(self, a, b, d, *options)
+        return plain_dot(self, a, b, d, *options)
 
-    interpreter.InterpreterBuilder.create_dot = create_dot
+    interpreter._convert_float = convert
+    interpreter.InterpreterBuilder.create_dot = dot
 
 
 if INTERPRETED:
-    multiply_bfloat16()
+    mend_small_floats()
 
 
 @pytest.fixture(scope="session")

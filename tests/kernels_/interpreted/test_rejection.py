@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-
 from vllm_eesd.kernels import reference
 from vllm_eesd.kernels.rejection import rejection
 
@@ -43,9 +42,7 @@ def assert_equal(ours, expected):
 @pytest.mark.parametrize("block_verification", [False, True], ids=["token", "block"])
 @pytest.mark.parametrize("full", [False, True], ids=["one-hot", "full"])
 @pytest.mark.parametrize("noise", ["seeds", "exponentials"])
-@pytest.mark.parametrize(
-    ("vocab_size", "dtype"), [(37, torch.float32), (8193, torch.float32), (3000, torch.bfloat16)]
-)
+@pytest.mark.parametrize(("vocab_size", "dtype"), [(37, torch.float32), (8193, torch.float32), (3000, torch.bfloat16)])
 def test_integers_equal_the_references(make_batch, device, vocab_size, dtype, noise, full, block_verification):
     for seed in range(2):
         batch = make_batch(NUM_DRAFTS, vocab_size, [0.0, 1.0, 0.3, 1.7], seed, (0.5, 0.9)[seed], dtype=dtype)
