@@ -299,6 +299,7 @@ def _accept_kernel(
     temperature = 0.0
     if temperature_ptr is not None:
         temperature = tl.load(temperature_ptr + state).to(tl.float32)
+    num_accepted = num_drafts
     best = tl.full([K_PADDED], -1, tl.int64)
     if temperature == 0.0:
         maximum = tl.load(blocks_ptr + TARGET_MAX * plane + offsets, mask=offsets_mask, other=float("-inf"))
@@ -306,52 +307,54 @@ def _accept_kernel(
         tokens = tl.load(argmax_ptr + offsets, mask=offsets_mask, other=0)
         best = tl.sum(tl.where(blocks[None, :] == block[:, None], tokens, 0), axis=1).to(tl.int64)
         num_accepted = tl.min(tl.where(is_draft & (drafts != best), steps, num_drafts), axis=0)
-    else:
-        log_p, log_q, target_lse, draft_lse = _log_ratios(
-            request,
-            state,
-            start,
-            temperature,
-            drafts,
-            valid,
-            target_logits_ptr,
-            target_stride,
-            draft_logits_ptr,
-            draft_stride_0,
-            draft_stride_1,
-            blocks_ptr,
-            num_reqs,
-            K,
-            num_blocks,
-            K_PADDED,
-            BLOCKS_PADDED,
-        )
-        if seeds_ptr is not None:
-            counters = tl.load(positions_ptr + start + steps, mask=is_draft, other=0).to(tl.int64)
-            tests = uniform(tl.load(seeds_ptr + state), counters)
-        else:
-            tests = tl.load(uniforms_ptr + (start + steps) * 2, mask=is_draft, other=0.0).to(tl.float32)
-        if BLOCK_VERIFICATION:
-            num_accepted, joint = _judge_block(
-                log_p,
-                log_q,
+    # Two conditions, because only the first is known when this is compiled: no code for what is never given.
+    if temperature_ptr is not None:
+        if temperature != 0.0:
+            log_p, log_q, target_lse, draft_lse = _log_ratios(
+                request,
+                state,
+                start,
+                temperature,
+                drafts,
                 valid,
-                tests,
-                blocks_ptr + MASS * plane,
-                offsets + num_blocks,
-                (steps + 1 < num_drafts)[:, None] & (blocks < num_blocks)[None, :],
-                draft_logits_ptr is None,
+                target_logits_ptr,
+                target_stride,
+                draft_logits_ptr,
+                draft_stride_0,
+                draft_stride_1,
+                blocks_ptr,
+                num_reqs,
+                K,
+                num_blocks,
                 K_PADDED,
+                BLOCKS_PADDED,
             )
-            log_tau = tl.sum(tl.where(steps == num_accepted - 1, joint, 0.0), axis=0)
-        else:
-            accepted = valid & (log_p > tl.log(tests) + log_q)
-            num_accepted = tl.min(tl.where(is_draft & (accepted == 0), steps, num_drafts), axis=0)
-            log_tau = 0.0
-        refused = refused_ptr + request
-        tl.store(refused + TARGET_LSE * num_reqs, tl.sum(tl.where(steps == num_accepted, target_lse, 0.0), axis=0))
-        tl.store(refused + DRAFT_LSE * num_reqs, tl.sum(tl.where(steps == num_accepted, draft_lse, 0.0), axis=0))
-        tl.store(refused + LOG_P * num_reqs, log_tau)
+            if seeds_ptr is not None:
+                counters = tl.load(positions_ptr + start + steps, mask=is_draft, other=0).to(tl.int64)
+                tests = uniform(tl.load(seeds_ptr + state), counters)
+            else:
+                tests = tl.load(uniforms_ptr + (start + steps) * 2, mask=is_draft, other=0.0).to(tl.float32)
+            if BLOCK_VERIFICATION:
+                num_accepted, joint = _judge_block(
+                    log_p,
+                    log_q,
+                    valid,
+                    tests,
+                    blocks_ptr + MASS * plane,
+                    offsets + num_blocks,
+                    (steps + 1 < num_drafts)[:, None] & (blocks < num_blocks)[None, :],
+                    draft_logits_ptr is None,
+                    K_PADDED,
+                )
+                log_tau = tl.sum(tl.where(steps == num_accepted - 1, joint, 0.0), axis=0)
+            else:
+                accepted = valid & (log_p > tl.log(tests) + log_q)
+                num_accepted = tl.min(tl.where(is_draft & (accepted == 0), steps, num_drafts), axis=0)
+                log_tau = 0.0
+            refused = refused_ptr + request
+            tl.store(refused + TARGET_LSE * num_reqs, tl.sum(tl.where(steps == num_accepted, target_lse, 0.0), axis=0))
+            tl.store(refused + DRAFT_LSE * num_reqs, tl.sum(tl.where(steps == num_accepted, draft_lse, 0.0), axis=0))
+            tl.store(refused + LOG_P * num_reqs, log_tau)
 
     row = sampled_ptr + request.to(tl.int64) * (K + 1)
     tokens = tl.where(steps < num_accepted, drafts, tl.where((steps == num_accepted) & is_draft, best, -1))
@@ -413,28 +416,29 @@ def _resample_kernel(
     mask = columns < vocab_size
     row = target_logits_ptr + token_row * target_stride
     logits = tl.load(row + columns, mask=mask, other=float("-inf")).to(tl.float32)
-    if temperature != 0.0:
-        logits = logits / temperature
-        refused = tl.load(draft_sampled_ptr + token_row + 1, mask=is_bonus == 0, other=-1)
-        if refused >= 0:
-            if draft_logits_ptr is not None:
-                # log max(p - q, 0) = log p + log1p(-q / p)
-                log_p = logits - tl.load(refused_ptr + TARGET_LSE * num_reqs + request)
-                log_p += tl.load(refused_ptr + LOG_P * num_reqs + request)
-                row = draft_logits_ptr + state * draft_stride_0 + num_accepted.to(tl.int64) * draft_stride_1
-                log_q = tl.load(row + columns, mask=mask, other=float("-inf")).to(tl.float32) / temperature
-                log_q -= tl.load(refused_ptr + DRAFT_LSE * num_reqs + request)
-                ratio = tl.exp(log_q - log_p)
-                logits = tl.where(ratio < 1.0, log_p + _log1p(-ratio), float("-inf"))
+    if temperature_ptr is not None:
+        if temperature != 0.0:
+            logits = logits / temperature
+            refused = tl.load(draft_sampled_ptr + token_row + 1, mask=is_bonus == 0, other=-1)
+            if refused >= 0:
+                if draft_logits_ptr is not None:
+                    # log max(p - q, 0) = log p + log1p(-q / p)
+                    log_p = logits - tl.load(refused_ptr + TARGET_LSE * num_reqs + request)
+                    log_p += tl.load(refused_ptr + LOG_P * num_reqs + request)
+                    row = draft_logits_ptr + state * draft_stride_0 + num_accepted.to(tl.int64) * draft_stride_1
+                    log_q = tl.load(row + columns, mask=mask, other=float("-inf")).to(tl.float32) / temperature
+                    log_q -= tl.load(refused_ptr + DRAFT_LSE * num_reqs + request)
+                    ratio = tl.exp(log_q - log_p)
+                    logits = tl.where(ratio < 1.0, log_p + _log1p(-ratio), float("-inf"))
+                else:
+                    logits = tl.where(columns == refused, float("-inf"), logits)
+            if seeds_ptr is not None:
+                position = tl.load(positions_ptr + token_row).to(tl.int64)
+                noise = gumbel(tl.load(seeds_ptr + state), position, columns.to(tl.int64))
             else:
-                logits = tl.where(columns == refused, float("-inf"), logits)
-        if seeds_ptr is not None:
-            position = tl.load(positions_ptr + token_row).to(tl.int64)
-            noise = gumbel(tl.load(seeds_ptr + state), position, columns.to(tl.int64))
-        else:
-            draws = exponentials_ptr + request.to(tl.int64) * exponentials_stride + columns
-            noise = -tl.log(tl.load(draws, mask=mask, other=1.0))
-        logits = tl.where(mask, logits + noise, float("-inf"))
+                draws = exponentials_ptr + request.to(tl.int64) * exponentials_stride + columns
+                noise = -tl.log(tl.load(draws, mask=mask, other=1.0))
+            logits = tl.where(mask, logits + noise, float("-inf"))
     score, index = _finite_max(logits)
     cell = request.to(tl.int64) * num_blocks
     tl.store(local_score_ptr + cell + block, score)
