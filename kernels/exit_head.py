@@ -50,7 +50,7 @@ def tiles(num_tokens: int, weight_bytes: int) -> Tiles:
         return Tiles(16, 64, 32, 4, 3)
     if num_tokens <= 32:
         return Tiles(16 if num_tokens <= 16 else 32, 64, 128, 4, 4)
-    return Tiles(64, 128, 64, 8, 3)
+    return Tiles(64, 64, 64, 8, 3)
 
 
 @triton.jit

@@ -14,10 +14,11 @@ compile_kernels = sys.modules["compile_kernels"] = importlib.util.module_from_sp
 SPEC.loader.exec_module(compile_kernels)
 
 CASES = compile_kernels.all_cases()
-# All of them for one architecture; every fourth for the others, each time other ones, to save time. The script that
-# writes the table in docs/kernels.md compiles all of them for all.
+# To save time, all of them for one architecture, and for the others those that need most registers and every sixth of
+# the rest. The script that writes the table in docs/kernels.md compiles all of them for all.
 CHOSEN = [(case, 90) for case in CASES]
-CHOSEN += [(case, 80) for case in CASES[1::4]] + [(case, 100) for case in CASES[2::4]]
+CHOSEN += [(case, 80) for case in CASES[1::6]]
+CHOSEN += [(case, 100) for i, case in enumerate(CASES) if i % 6 == 2 or case.name.endswith("x64x64 seeded")]
 # What a program of sm_80 may have; the others have more. Its registers are 65,536 for all warps of a multiprocessor.
 SHARED_BYTES = 163 * 1024
 
@@ -39,8 +40,8 @@ def test_it_compiles_without_spills(case, capability):
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_spill_would_be_seen():
-    case = next(case for case in CASES if case.name.startswith("exit_head bf16 64x128"))
-    assert compile_kernels.compile_for(case, 90, maxnreg=48).stack_bytes > 0
+    case = next(case for case in CASES if case.name.startswith("exit_head bf16 1x"))
+    assert compile_kernels.compile_for(case, 90, maxnreg=32).stack_bytes > 0
 
 
 def test_every_kernel_is_compiled():
