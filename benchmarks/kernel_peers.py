@@ -1,0 +1,133 @@
+"""What `bench_kernels.py` compares with: vLLM 0.32's own kernels and samplers, and FlashInfer's, where installed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from importlib.util import find_spec
+
+import torch
+from torch.nn import functional as F
+
+
+def exit_head(device: str, batch: int) -> dict[str, Callable]:
+    """Return sampled drafting as vLLM's V2 does it: norm, linear, Gumbel-max over the logits."""
+    if device != "cuda" or find_spec("vllm") is None:
+        return {}
+    from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
+
+    rows, temperature = torch.arange(batch, device=device), torch.ones(batch, device=device)
+
+    def sample(hidden_states, norm_weight, weight):
+        logits = F.linear(F.rms_norm(hidden_states, norm_weight.shape, norm_weight, 1e-6), weight)
+        return gumbel_sample(logits, rows, temperature, rows, rows, apply_temperature=True, is_drafting=True)
+
+    return {"vllm v2": sample}
+
+
+def rejection(device: str, sampled: bool, num_drafts: int, batch: int) -> dict[str, Callable]:
+    """Return the peers of verification by name; each takes one set of inputs of the benchmark.
+
+    Args:
+        device: "cuda" or "cpu".
+        sampled: at temperature 0.7 instead of greedily.
+        num_drafts: of every request.
+        batch: requests.
+    """
+    if find_spec("vllm") is None:
+        return {}
+    if device == "cuda":
+        found = {"vllm v2": partial(_v2, sampled=sampled, num_drafts=num_drafts)}
+        if sampled and find_spec("flashinfer") is not None:
+            found["flashinfer"] = partial(_flashinfer, num_drafts=num_drafts)
+        return found
+    return _v1(sampled, num_drafts, batch)
+
+
+def _v2(inputs, *, sampled: bool, num_drafts: int):
+    """V2's temperature kernel and rejection sampler."""
+    from vllm.v1.worker.gpu.sample.gumbel import apply_temperature
+    from vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils import rejection_sample
+
+    batch, device = len(inputs.temperature), inputs.target_logits.device
+    requests = torch.arange(batch, device=device, dtype=torch.int32)
+    rows = requests.repeat_interleave(num_drafts + 1)
+    steps = torch.arange(num_drafts + 1, device=device, dtype=torch.int32).repeat(batch)
+    temperature = inputs.temperature if sampled else torch.zeros_like(inputs.temperature)
+    logits = inputs.target_logits.to(torch.float32, copy=True)
+    apply_temperature(logits, rows, temperature)
+    return rejection_sample(
+        logits,
+        None,
+        inputs.draft_sampled,
+        inputs.cu_num_logits,
+        inputs.positions,
+        requests,
+        rows,
+        steps,
+        temperature,
+        inputs.seeds,
+        num_drafts,
+    )
+
+
+def _flashinfer(inputs, *, num_drafts: int):
+    """FlashInfer's chain sampling, with the softmax and the one-hot draft distribution that it asks for."""
+    from flashinfer.sampling import chain_speculative_sampling
+
+    shape = (len(inputs.temperature), num_drafts + 1)
+    p = (inputs.target_logits.float() / 0.7).softmax(-1).unflatten(0, shape)
+    drafts = inputs.draft_sampled.view(shape)[:, 1:].int()
+    q = torch.zeros_like(p[:, 1:]).scatter_(2, drafts[:, :, None].long(), 1.0)
+    return chain_speculative_sampling(q, drafts, p)
+
+
+def _v1(sampled: bool, num_drafts: int, batch: int) -> dict[str, Callable]:
+    """vLLM's rejection path on a CPU, and its plain sampler over the same number of rows."""
+    from vllm.platforms import current_platform
+    from vllm.v1.sample import rejection_sampler
+    from vllm.v1.sample.logits_processor import LogitsProcessors
+    from vllm.v1.sample.metadata import SamplingMetadata
+    from vllm.v1.sample.sampler import Sampler
+    from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
+
+    current_platform.register_triton_kernel_overrides()
+    sampler = Sampler()
+    rejection = rejection_sampler.RejectionSampler(sampler)
+
+    def metadata(num_rows: int) -> SamplingMetadata:
+        nothing = torch.zeros(num_rows)
+        return SamplingMetadata(
+            temperature=torch.full((num_rows,), 0.7) if sampled else None,
+            all_greedy=not sampled,
+            all_random=sampled,
+            top_p=None,
+            top_k=None,
+            generators={},
+            max_num_logprobs=None,
+            no_penalties=True,
+            prompt_token_ids=None,
+            frequency_penalties=nothing,
+            presence_penalties=nothing,
+            repetition_penalties=nothing,
+            output_token_ids=[[] for _ in range(num_rows)],
+            allowed_token_ids_mask=None,
+            bad_words_token_ids={},
+            logitsprocs=LogitsProcessors(),
+        )
+
+    rows = torch.arange(batch * (num_drafts + 1)).view(batch, num_drafts + 1)
+    drafts = SpecDecodeMetadata.make_dummy([[0] * num_drafts] * batch, torch.device("cpu"))
+    drafts.target_logits_indices = rows[:, :-1].flatten().int()
+    drafts.bonus_logits_indices = rows[:, -1].int()
+    per_request, per_row = metadata(batch), metadata(rows.numel())
+
+    def verify(inputs):
+        drafts.draft_token_ids = inputs.draft_sampled.view_as(rows)[:, 1:].flatten().int()
+        return rejection(drafts, None, inputs.target_logits, per_request)
+
+    def plain(inputs):
+        # A sampler may work in place; the runner gives it logits of its own.
+        return sampler(inputs.target_logits.clone(), per_row)
+
+    return {"vllm v1": verify, "vllm plain sampler, same rows": plain}

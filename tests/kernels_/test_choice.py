@@ -1,0 +1,26 @@
+"""One implementation per device, of the same names and signatures; the CPU's knows nothing of Triton."""
+
+import inspect
+import subprocess
+import sys
+
+import pytest
+
+from vllm_eesd import kernels
+
+
+def test_both_devices_offer_the_same_signatures():
+    pytest.importorskip("triton")
+    cpu, gpu = kernels.for_device("cpu"), kernels.for_device("cuda")
+    assert set(vars(cpu)) == set(vars(gpu)) == set(kernels.NAMES)
+    for name in kernels.NAMES:
+        ours, theirs = (inspect.signature(getattr(side, name)) for side in (cpu, gpu))
+        assert ours.parameters == theirs.parameters, name
+
+
+def test_the_cpus_kernels_import_no_triton():
+    program = (
+        "import sys, torch; before = set(sys.modules); from vllm_eesd import kernels; kernels.for_device('cpu');"
+        "sys.exit(any(name.split('.')[0] == 'triton' for name in set(sys.modules) - before))"
+    )
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
