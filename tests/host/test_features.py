@@ -117,3 +117,14 @@ def test_nothing_is_drafted_past_a_requests_budget(engine, greedy, random_target
         (stats,) = llm.collective_rpc("eesd_stats")
     assert stats["draft_length_histogram"][2:] == [0, 0, 0]
     assert stats["accepted"] == stats["drafted"] == 4
+
+
+def test_statistics_are_plain_numbers(engine, greedy, random_target, prompts):
+    """They cross a process boundary as msgpack: one NumPy scalar among them, and whoever asked waits for ever."""
+    import msgspec
+
+    with engine(random_target, SPEC | {"exit_layer": 4, "policy": "goodput"}) as llm:
+        greedy(llm, prompts)
+        for method in ("eesd_stats", "eesd_costs", "eesd_take_rounds", "eesd_take_dense"):
+            (answer,) = llm.collective_rpc(method)
+            assert msgspec.msgpack.decode(msgspec.msgpack.encode(answer), strict=False) == answer

@@ -203,7 +203,7 @@ class EarlyExitProposer:
         if verify_ms is not None:
             costs.observe_verify(num_reqs, num_tokens, verify_ms)
             draft_ms = sum(ms for _, ms in steps) + (rest[1] if rest is not None else 0.0)
-            plain_ms = costs.verify_curve(num_reqs, 0)[0] * sum(map(len, emitted)) / num_reqs
+            plain_ms = float(costs.verify_curve(num_reqs, 0)[0]) * sum(map(len, emitted)) / num_reqs
             self.stats.count_time(verify_ms + draft_ms, plain_ms)
 
     def _report(self, now: float) -> None:

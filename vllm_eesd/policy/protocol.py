@@ -125,7 +125,7 @@ class DraftLengthPolicy:
             draws = np.random.default_rng(0).beta(*self.posterior.parameters(slots), size=(INTERVAL_DRAWS, len(slots)))
             low, high = np.quantile(draws, (0.05, 0.95)).tolist()
             believed = {"posterior_mean": float(draws.mean()), "posterior_interval": [low, high]}
-        error = self.calibration.expected_calibration_error()
+        error = float(self.calibration.expected_calibration_error())
         return believed | {"calibration_error": error, "costs": self.costs.state()}
 
     def save_state(self) -> None:
