@@ -232,7 +232,7 @@ def _add_drafting(parser) -> None:
     parser.add_argument(
         "--num-speculative-tokens", type=int, default=8, metavar="K", help="the longest draft (default 8)"
     )
-    parser.add_argument("--policy", default="beta_ts", help="how the draft length is chosen (default beta_ts)")
+    parser.add_argument("--policy", default="goodput", help="how the draft length is chosen (default goodput)")
 
 
 def _positive(text: str) -> int:

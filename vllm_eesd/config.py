@@ -29,7 +29,7 @@ class EESDConfig(BaseModel):
     model: str | None = None
     exit_layer: int | None = Field(None, ge=1)
     num_speculative_tokens: int = Field(8, ge=1, le=MAX_SPECULATIVE_TOKENS)
-    policy: Literal["adaedl", "beta_ts", "calibrated_ts", "confidence", "draft_verify", "fixed", "goodput"] = "beta_ts"
+    policy: Literal["adaedl", "beta_ts", "calibrated_ts", "confidence", "draft_verify", "fixed", "goodput"] = "goodput"
     policy_args: dict[str, Any] = Field(default_factory=dict)
     draft_sample_method: Literal["greedy"] = "greedy"
     seed: int = Field(0, ge=0)

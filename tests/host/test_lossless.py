@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-SPEC = {"method": "eesd", "num_speculative_tokens": 6}  # beta_ts: ragged lengths, different every round
+# Ragged lengths, different every round.
+SPEC = {"method": "eesd", "num_speculative_tokens": 6, "policy": "beta_ts"}
 #: name -> engine options. Small blocks of work, few KV blocks: chunked prefill and preemption really happen.
 SETTINGS = {
     "compiled": {"enforce_eager": False},

@@ -51,7 +51,7 @@ class EngineSettings:
     head: str | None = None
     dtype: str = "float32"
     num_speculative_tokens: int = 8
-    policy: str = "beta_ts"
+    policy: str = "goodput"
     seed: int = 0
 
     def __post_init__(self) -> None:
