@@ -17,7 +17,7 @@ from typing import NamedTuple
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from vllm_eesd.kernels import exit_head, kv_fill, rejection
+from vllm_eesd.kernels import choose_tokens, exit_head, kv_fill, rejection, rejection_statistics
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "kernels.md"
@@ -94,10 +94,12 @@ def exit_head_cases() -> list[Case]:
                     cases.append(case)
     for model in ("bf16", "fp32"):
         for way, sampling in (("greedy", NO_SAMPLING | absent("d2t")), ("seeded", SEEDED), ("drawn", DRAWN)):
-            blocks = {"BLOCK_V": exit_head.CHOOSE_BLOCK}
-            cases.append(Case(f"choose_tokens {model} {way}", exit_head._choose_kernel, model, blocks | sampling))
+            blocks = {"BLOCK_V": choose_tokens.CHOOSE_BLOCK}
+            cases.append(Case(f"choose_tokens {model} {way}", choose_tokens._choose_kernel, model, blocks | sampling))
     for block, num_warps in ((64, 4), (1024, 4), (8192, 8)):
-        cases.append(Case(f"exit_head reduce {block}", exit_head._reduce_kernel, "fp32", {"BLOCK": block}, num_warps))
+        cases.append(
+            Case(f"exit_head reduce {block}", choose_tokens._reduce_kernel, "fp32", {"BLOCK": block}, num_warps)
+        )
     return cases
 
 
@@ -107,9 +109,13 @@ def rejection_cases() -> list[Case]:
     no_draft, greedy = absent("draft_logits"), absent("draft_logits", "temperature", "seeds", "uniforms")
     for model in ("bf16", "fp32"):
         for way, given in (("greedy", greedy), ("one-hot", no_draft), ("full", {})):
-            statistics = {"BLOCK": rejection.STATISTICS_BLOCK} | {k: given[k] for k in given if k[:2] in ("dr", "te")}
+            statistics = {"BLOCK": rejection_statistics.STATISTICS_BLOCK} | {
+                k: given[k] for k in given if k[:2] in ("dr", "te")
+            }
             cases.append(
-                Case(f"rejection statistics {model} {way}", rejection._statistics_kernel, model, statistics, 8)
+                Case(
+                    f"rejection statistics {model} {way}", rejection_statistics.statistics_kernel, model, statistics, 8
+                )
             )
             blocks = {"BLOCK": rejection.RESAMPLE_BLOCK, "BLOCKS_PADDED": 256}
             given_noise = {k: given[k] for k in given if k != "uniforms_ptr"} | absent("exponentials")
@@ -127,8 +133,8 @@ def rejection_cases() -> list[Case]:
                 cases.append(
                     Case(f"rejection accept {model} {way} {judged}", rejection._accept_kernel, model, constexprs, 1)
                 )
-        blocks = {"BLOCK": rejection.STATISTICS_BLOCK, "K_PADDED": 8, "BLOCKS_PADDED": 32}
-        cases.append(Case(f"rejection mass {model}", rejection._mass_kernel, model, blocks, 8))
+        blocks = {"BLOCK": rejection_statistics.STATISTICS_BLOCK, "K_PADDED": 8, "BLOCKS_PADDED": 32}
+        cases.append(Case(f"rejection mass {model}", rejection_statistics.mass_kernel, model, blocks, 8))
     return cases
 
 

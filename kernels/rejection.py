@@ -1,15 +1,16 @@
 """Verification of ragged drafts: greedy and sampled requests, one-hot and full draft distributions, in three launches.
 
-1. `_statistics_kernel`, grid (requests * K, vocabulary blocks): per draft row and block, the maximum with its token
+1. `statistics_kernel`, grid (requests * K, vocabulary blocks): per draft row and block, the maximum with its token
    (greedy) or the maximum and the sum of exponentials of target and draft (sampled). Rows behind a draft are skipped.
 2. `_accept_kernel`, grid (requests,): merges the blocks, compares, counts, and writes every output but the token that
    still has to be drawn.
 3. `_resample_kernel`, grid (requests, vocabulary blocks): argmax(log residual + Gumbel noise), or of the bonus row;
    the request's last program to arrive writes the token.
-Block verification with full draft distributions has one launch more, `_mass_kernel`, between 1 and 2.
+Block verification with full draft distributions has one launch more, `mass_kernel`, between 1 and 2.
 
 Bytes: every draft's logits once (target's, and the draft's where it is not one-hot), one row per request more.
 A NaN makes a row's sum NaN, so that its draft is refused, as vLLM does; NaN itself is never chosen.
+The file is long because kernels and their launches list one argument a line; splitting them hides their order.
 """
 
 import torch
@@ -18,15 +19,23 @@ import triton.language as tl
 
 from .noise import gumbel, uniform
 from .rejection_reference import Verified
+from .rejection_statistics import (
+    MASS,
+    STATISTICS_BLOCK,
+    TARGET_MAX,
+    cumulative,
+    finite_max,
+    load_drafts,
+    log_ratios,
+    mass_kernel,
+    statistics_kernel,
+)
 
 __all__ = ["Verified", "rejection"]
 
-# Logits per program where only sums are made, and where noise is drawn for every one of them (both as in vLLM, so that
-# sums are added in the same order and equal seeds give equal tokens).
-STATISTICS_BLOCK = 8192
+# Logits per program where noise is drawn for every one of them; vLLM's size.
 RESAMPLE_BLOCK = 1024
-# Rows of the float32 workspace between the launches, [.., num_reqs, K, blocks] and [.., num_reqs].
-TARGET_MAX, TARGET_SUM, DRAFT_MAX, DRAFT_SUM, MASS = (tl.constexpr(i) for i in range(5))
+# Rows of the float32 workspace [3, num_reqs] about the refused draft.
 TARGET_LSE, DRAFT_LSE, LOG_P = (tl.constexpr(i) for i in range(3))
 
 
@@ -38,207 +47,12 @@ def _log1p(x):
 
 
 @triton.jit
-def _finite_max(x):
-    return tl.max(tl.where(x == x, x, float("-inf")), axis=0, return_indices=True)
-
-
-@triton.jit
-def _sum_exp(logits, maximum):
-    """Sum of exponentials; NaN if a logit is."""
-    return tl.where(maximum > float("-inf"), tl.sum(tl.exp(logits - maximum), axis=0), 0.0)
-
-
-@triton.jit
-def _statistics_kernel(
-    target_logits_ptr,  # [num_logits, vocab_size]
-    target_stride,
-    draft_logits_ptr,  # [max_num_reqs, K, vocab_size] or None
-    draft_stride_0,
-    draft_stride_1,
-    cu_num_logits_ptr,  # [num_reqs + 1]
-    idx_mapping_ptr,  # [num_reqs]
-    temperature_ptr,  # [max_num_reqs] or None
-    blocks_ptr,  # [5, num_reqs, K, num_blocks] float32
-    argmax_ptr,  # [num_reqs, K, num_blocks] int32
-    arrived_ptr,  # [num_reqs] int32, zeroed here for launch 3
-    vocab_size,
-    num_reqs,
-    K,
-    num_blocks,
-    BLOCK: tl.constexpr,
-):
-    request, step = tl.program_id(0) // K, tl.program_id(0) % K
-    block = tl.program_id(1)
-    if (step == 0) & (block == 0):
-        tl.store(arrived_ptr + request, 0)
-    start = tl.load(cu_num_logits_ptr + request).to(tl.int64)
-    if step >= tl.load(cu_num_logits_ptr + request + 1) - start - 1:
-        return
-    state = tl.load(idx_mapping_ptr + request).to(tl.int64)
-    temperature = 0.0
-    if temperature_ptr is not None:
-        temperature = tl.load(temperature_ptr + state).to(tl.float32)
-    columns = block * BLOCK + tl.arange(0, BLOCK)
-    mask = columns < vocab_size
-    cell = tl.program_id(0).to(tl.int64) * num_blocks + block
-    plane = num_reqs * K * num_blocks
-    row = target_logits_ptr + (start + step) * target_stride
-    logits = tl.load(row + columns, mask=mask, other=float("-inf")).to(tl.float32)
-    if temperature == 0.0:
-        maximum, index = _finite_max(logits)
-        tl.store(blocks_ptr + TARGET_MAX * plane + cell, maximum)
-        tl.store(argmax_ptr + cell, block * BLOCK + index)
-    else:
-        logits = logits / temperature
-        maximum, _ = _finite_max(logits)
-        tl.store(blocks_ptr + TARGET_MAX * plane + cell, maximum)
-        tl.store(blocks_ptr + TARGET_SUM * plane + cell, _sum_exp(logits, maximum))
-        if draft_logits_ptr is not None:
-            row = draft_logits_ptr + state * draft_stride_0 + step * draft_stride_1
-            logits = tl.load(row + columns, mask=mask, other=float("-inf")).to(tl.float32) / temperature
-            maximum, _ = _finite_max(logits)
-            tl.store(blocks_ptr + DRAFT_MAX * plane + cell, maximum)
-            tl.store(blocks_ptr + DRAFT_SUM * plane + cell, _sum_exp(logits, maximum))
-
-
-@triton.jit
-def _log_sum_exp(max_ptr, sum_ptr, offsets, mask):
-    """[K_PADDED] logsumexp of rows whose blocks are the second axis of `offsets`."""
-    maximum = tl.load(max_ptr + offsets, mask=mask, other=float("-inf"))
-    sums = tl.load(sum_ptr + offsets, mask=mask, other=0.0)
-    top = tl.max(maximum, axis=1)
-    return top + tl.log(tl.sum(sums * tl.exp(maximum - top[:, None]), axis=1))
-
-
-@triton.jit
-def _log_ratios(
-    request,
-    state,
-    start,
-    temperature,
-    drafts,  # [K_PADDED] int64
-    valid,
-    target_logits_ptr,
-    target_stride,
-    draft_logits_ptr,
-    draft_stride_0,
-    draft_stride_1,
-    blocks_ptr,
-    num_reqs,
-    K,
-    num_blocks,
-    K_PADDED: tl.constexpr,
-    BLOCKS_PADDED: tl.constexpr,
-):
-    """([K_PADDED] log p of the drafts, log q, target's logsumexp, draft's) of one sampled request."""
-    steps, blocks = tl.arange(0, K_PADDED), tl.arange(0, BLOCKS_PADDED)
-    plane = num_reqs * K * num_blocks
-    offsets = (request.to(tl.int64) * K + steps[:, None]) * num_blocks + blocks[None, :]
-    mask = valid[:, None] & (blocks < num_blocks)[None, :]
-    target_lse = _log_sum_exp(blocks_ptr + TARGET_MAX * plane, blocks_ptr + TARGET_SUM * plane, offsets, mask)
-    rows = target_logits_ptr + (start + steps) * target_stride
-    log_p = tl.load(rows + drafts, mask=valid, other=0.0).to(tl.float32) / temperature - target_lse
-    if draft_logits_ptr is not None:
-        draft_lse = _log_sum_exp(blocks_ptr + DRAFT_MAX * plane, blocks_ptr + DRAFT_SUM * plane, offsets, mask)
-        rows = draft_logits_ptr + state * draft_stride_0 + steps.to(tl.int64) * draft_stride_1
-        log_q = tl.load(rows + drafts, mask=valid, other=0.0).to(tl.float32) / temperature - draft_lse
-    else:
-        draft_lse = target_lse * 0.0
-        log_q = draft_lse
-    return log_p, log_q, target_lse, draft_lse
-
-
-@triton.jit
-def _cumulative(log_ratio, valid, K_PADDED: tl.constexpr):
-    """[K_PADDED] log p_i of block verification, p_i = min(p_{i-1} * ratio_i, 1): a walk reflected at 0."""
-    steps = tl.arange(0, K_PADDED)
-    before = (steps[None, :] <= steps[:, None]) & valid[None, :]
-    walk = tl.sum(tl.where(before, log_ratio[None, :], 0.0), axis=1)
-    highest = tl.max(tl.where(before, walk[None, :], 0.0), axis=1)
-    return walk - tl.maximum(highest, 0.0)
-
-
-@triton.jit
-def _load_drafts(draft_sampled_ptr, start, num_drafts, K_PADDED: tl.constexpr):
-    """([K_PADDED] drafts, whether the target judges them: in the draft, no placeholder before or at)."""
-    steps = tl.arange(0, K_PADDED)
-    drafts = tl.load(draft_sampled_ptr + start + steps + 1, mask=steps < num_drafts, other=-1).to(tl.int64)
-    first_gap = tl.min(tl.where(drafts < 0, steps, K_PADDED), axis=0)
-    return drafts, steps < first_gap
-
-
-@triton.jit
-def _mass_kernel(
-    target_logits_ptr,
-    target_stride,
-    draft_logits_ptr,
-    draft_stride_0,
-    draft_stride_1,
-    draft_sampled_ptr,
-    cu_num_logits_ptr,
-    idx_mapping_ptr,
-    temperature_ptr,
-    blocks_ptr,
-    vocab_size,
-    num_reqs,
-    K,
-    num_blocks,
-    K_PADDED: tl.constexpr,
-    BLOCKS_PADDED: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Write a block's share of sum max(p_i p - q, 0) at step i + 1, which decides about stopping at i."""
-    request, step = tl.program_id(0) // K, tl.program_id(0) % K
-    start = tl.load(cu_num_logits_ptr + request).to(tl.int64)
-    num_drafts = tl.load(cu_num_logits_ptr + request + 1) - start - 1
-    state = tl.load(idx_mapping_ptr + request).to(tl.int64)
-    temperature = tl.load(temperature_ptr + state).to(tl.float32)
-    if (step == 0) | (step >= num_drafts) | (temperature == 0.0):
-        return
-    drafts, valid = _load_drafts(draft_sampled_ptr, start, num_drafts, K_PADDED)
-    log_p, log_q, target_lse, draft_lse = _log_ratios(
-        request,
-        state,
-        start,
-        temperature,
-        drafts,
-        valid,
-        target_logits_ptr,
-        target_stride,
-        draft_logits_ptr,
-        draft_stride_0,
-        draft_stride_1,
-        blocks_ptr,
-        num_reqs,
-        K,
-        num_blocks,
-        K_PADDED,
-        BLOCKS_PADDED,
-    )
-    steps = tl.arange(0, K_PADDED)
-    joint = _cumulative(log_p - log_q, valid, K_PADDED)
-    shift = tl.sum(tl.where(steps == step - 1, joint, 0.0), axis=0)
-    shift -= tl.sum(tl.where(steps == step, target_lse, 0.0), axis=0)
-    draft_shift = tl.sum(tl.where(steps == step, draft_lse, 0.0), axis=0)
-    block = tl.program_id(1)
-    columns = block * BLOCK + tl.arange(0, BLOCK)
-    mask = columns < vocab_size
-    row = target_logits_ptr + (start + step) * target_stride
-    p = tl.exp(tl.load(row + columns, mask=mask, other=float("-inf")).to(tl.float32) / temperature + shift)
-    row = draft_logits_ptr + state * draft_stride_0 + step * draft_stride_1
-    q = tl.exp(tl.load(row + columns, mask=mask, other=float("-inf")).to(tl.float32) / temperature - draft_shift)
-    cell = tl.program_id(0).to(tl.int64) * num_blocks + block
-    plane = num_reqs * K * num_blocks
-    tl.store(blocks_ptr + MASS * plane + cell, tl.sum(tl.maximum(p - q, 0.0), axis=0))
-
-
-@triton.jit
 def _judge_block(
     log_p, log_q, valid, tests, mass_ptr, offsets, offsets_mask, ONE_HOT: tl.constexpr, K_PADDED: tl.constexpr
 ):
     """(accepted drafts, [K_PADDED] log p_i) by block verification; arXiv 2403.10444, algorithm 2."""
     steps = tl.arange(0, K_PADDED)
-    joint = _cumulative(log_p - log_q, valid, K_PADDED)
+    joint = cumulative(log_p - log_q, valid, K_PADDED)
     p = tl.exp(joint)
     is_next = steps[None, :] == steps[:, None] + 1
     if ONE_HOT:
@@ -292,7 +106,7 @@ def _accept_kernel(
     state = tl.load(idx_mapping_ptr + request).to(tl.int64)
     steps, blocks = tl.arange(0, K_PADDED), tl.arange(0, BLOCKS_PADDED)
     is_draft = steps < num_drafts
-    drafts, valid = _load_drafts(draft_sampled_ptr, start, num_drafts, K_PADDED)
+    drafts, valid = load_drafts(draft_sampled_ptr, start, num_drafts, K_PADDED)
     plane = num_reqs * K * num_blocks
     offsets = (request.to(tl.int64) * K + steps[:, None]) * num_blocks + blocks[None, :]
     offsets_mask = is_draft[:, None] & (blocks < num_blocks)[None, :]
@@ -310,7 +124,7 @@ def _accept_kernel(
     # Two conditions, because only the first is known when this is compiled: no code for what is never given.
     if temperature_ptr is not None:
         if temperature != 0.0:
-            log_p, log_q, target_lse, draft_lse = _log_ratios(
+            log_p, log_q, target_lse, draft_lse = log_ratios(
                 request,
                 state,
                 start,
@@ -439,7 +253,7 @@ def _resample_kernel(
                 draws = exponentials_ptr + request.to(tl.int64) * exponentials_stride + columns
                 noise = -tl.log(tl.load(draws, mask=mask, other=1.0))
             logits = tl.where(mask, logits + noise, float("-inf"))
-    score, index = _finite_max(logits)
+    score, index = finite_max(logits)
     cell = request.to(tl.int64) * num_blocks
     tl.store(local_score_ptr + cell + block, score)
     tl.store(local_token_ptr + cell + block, block * BLOCK + index)
@@ -502,11 +316,11 @@ def rejection(
     refused = target_logits.new_empty(3, num_reqs, dtype=torch.float32)
     padded = {"K_PADDED": triton.next_power_of_2(K), "BLOCKS_PADDED": triton.next_power_of_2(num_blocks)}
     sizes = (num_reqs, K, num_blocks)
-    _statistics_kernel[(num_reqs * K, num_blocks)](
+    statistics_kernel[(num_reqs * K, num_blocks)](
         *logits, *requests, blocks, argmax, arrived, vocab_size, *sizes, BLOCK=STATISTICS_BLOCK, num_warps=8
     )
     if block_verification and draft_logits is not None:
-        _mass_kernel[(num_reqs * K, num_blocks)](
+        mass_kernel[(num_reqs * K, num_blocks)](
             *logits, draft_sampled, *requests, blocks, vocab_size, *sizes, **padded, BLOCK=STATISTICS_BLOCK, num_warps=8
         )
     table = (None, 0, 0) if block_table is None else (block_table, block_table.stride(0), block_table.shape[1])

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from .noise_reference import gumbel, philox_uniform
 from .row_reductions import row_argmax, row_choice
+
+# The bookkeeping per request is some forty operations on a few integers. On a CPU torch takes longer to dispatch them
+# than to reduce the logits, numpy a quarter of that: so it is written in what arrays and tensors have in common.
+Array = Any
 
 
 class Verified(NamedTuple):
@@ -22,12 +26,11 @@ class Verified(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """Where each request's rows are; [num_reqs, num_speculative_tokens + 1] unless said otherwise."""
+    """Where each request's rows are, [num_reqs, num_speculative_tokens + 1] each; numpy arrays on a CPU."""
 
-    rows: torch.Tensor  # int64, row of each step; repeats the request's last row behind its end
-    is_draft: torch.Tensor  # bool, [num_reqs, num_speculative_tokens]: this step verifies a draft
-    drafts: torch.Tensor  # int64, [num_reqs, num_speculative_tokens], -1 where there is none or a placeholder
-    num_drafts: torch.Tensor  # int64, [num_reqs]
+    rows: Array  # row of each step; the request's last row again behind its end
+    is_draft: Array  # this step verifies a draft; never in the last column
+    drafts: Array  # -1 where there is no draft, or a placeholder
 
 
 def rejection(
@@ -79,18 +82,20 @@ def rejection(
     if draft_logits is not None:  # a target's vocabulary may be padded further than its draft's
         target_logits = target_logits[:, : draft_logits.shape[-1]]
     if temperature is None:
-        best = row_argmax(target_logits)[layout.rows]
-        num_accepted = _leading((layout.drafts == best[:, :-1]) & layout.is_draft)
-        final = best.gather(1, num_accepted[:, None])[:, 0]
+        best = _array(row_argmax(target_logits))[layout.rows]
+        num_accepted = _leading((layout.drafts == best) & layout.is_draft)
+        final = best[_array(torch.arange(len(best), device=target_logits.device)), num_accepted]
     else:
         if idx_mapping is None:
-            idx_mapping = torch.arange(layout.rows.shape[0], device=target_logits.device)
+            idx_mapping = torch.arange(cu_num_logits.shape[0] - 1, device=target_logits.device)
         noise = _Noise(seeds if seeds is None else seeds[idx_mapping], positions, uniforms, exponentials)
         request_temperature = temperature[idx_mapping].float()
         drafting = None if draft_logits is None else draft_logits[idx_mapping]
-        num_accepted, final = _verify(
-            target_logits, drafting, layout, request_temperature, noise, cu_num_logits, block_verification
+        tensors = Layout(*(torch.as_tensor(array) for array in layout))
+        verified = _verify(
+            target_logits, drafting, tensors, request_temperature, noise, cu_num_logits, block_verification
         )
+        num_accepted, final = (_array(tensor) for tensor in verified)
     return _result(layout, num_accepted, final, positions, block_table, block_size)
 
 
@@ -107,44 +112,57 @@ class _Noise(NamedTuple):
         return self.uniforms[rows, 0]
 
 
+def _array(tensor: torch.Tensor) -> Array:
+    return tensor if tensor.is_cuda else tensor.numpy()
+
+
 def _layout(draft_sampled: torch.Tensor, cu_num_logits: torch.Tensor, num_speculative_tokens: int) -> Layout:
-    starts, ends = cu_num_logits[:-1, None].long(), cu_num_logits[1:, None].long()
-    rows = starts + torch.arange(num_speculative_tokens + 1, device=starts.device)
-    last = ends - 1
-    is_draft = rows[:, :-1] < last
-    rows = torch.minimum(rows, last)
-    drafts = torch.where(is_draft, draft_sampled[rows[:, 1:]].long(), -1)
-    return Layout(rows, is_draft, drafts, (last - starts)[:, 0])
+    cu_num_logits = _array(cu_num_logits)
+    starts, last = cu_num_logits[:-1, None], cu_num_logits[1:, None] - 1
+    rows = starts + _array(torch.arange(num_speculative_tokens + 1, device=draft_sampled.device))
+    is_draft = rows < last
+    drafts = _array(draft_sampled)[(rows + 1).clip(None, last)]
+    return Layout(rows.clip(None, last), is_draft, (drafts + 1) * is_draft - 1)
 
 
-def _leading(accepted: torch.Tensor) -> torch.Tensor:
+def _leading(accepted: Array) -> Array:
     """Return how many of each row are true before the first that is not, [num_reqs] int64."""
-    return accepted.long().cumprod(dim=1).sum(dim=1)
+    return accepted.cumprod(1).sum(1)
 
 
 def _result(
     layout: Layout,
-    num_accepted: torch.Tensor,
-    final: torch.Tensor,
+    num_accepted: Array,
+    final: Array,
     positions: torch.Tensor,
     block_table: torch.Tensor | None,
     block_size: int,
 ) -> Verified:
-    steps = torch.arange(layout.rows.shape[1], device=final.device)
-    at = num_accepted[:, None]
-    padded = torch.nn.functional.pad(layout.drafts, (0, 1), value=-1)
-    sampled = torch.where(steps < at, padded, torch.where(steps == at, final[:, None], -1))
-    failed = padded.gather(1, at)[:, 0] >= 0
-    next_positions = positions[layout.rows[:, 0]].long() + num_accepted + 1
+    num_reqs, width = layout.rows.shape
+    device, at = positions.device, num_accepted[:, None]
+    steps = _array(torch.arange(width, device=device))
+    is_last = steps == at
+    sampled = (layout.drafts + 1) * (steps < at) + (final[:, None] + 1) * is_last - 1
+    failed = (is_last & (layout.drafts >= 0)).sum(1)
+    num_rejected = layout.is_draft.sum(1) - num_accepted
+    next_positions = _array(positions)[layout.rows[:, 0]] + num_accepted + 1
     slots = None
     if block_table is not None:
-        block = next_positions // block_size
-        inside = block < block_table.shape[1]
-        held = block_table.gather(1, block.clamp(max=block_table.shape[1] - 1)[:, None])[:, 0].long()
-        slots = torch.where(inside, held * block_size + next_positions % block_size, -1)
-    observed = torch.stack([num_accepted, failed.long()], dim=1).int()
-    num_rejected = (layout.num_drafts - num_accepted).int()
-    return Verified(sampled, (num_accepted + 1).int(), num_rejected, next_positions, slots, observed)
+        page, num_pages = next_positions // block_size, block_table.shape[1]
+        requests = _array(torch.arange(num_reqs, device=device))
+        # int64 before it is multiplied: pages are int32.
+        held = _array(block_table)[requests, page.clip(None, num_pages - 1)] + page * 0
+        slots = torch.as_tensor((held * block_size + next_positions % block_size + 1) * (page < num_pages) - 1)
+    counts = (torch.as_tensor(count) for count in (num_accepted, num_rejected, failed))
+    num_accepted, num_rejected, failed = counts
+    return Verified(
+        torch.as_tensor(sampled).long(),
+        (num_accepted + 1).int(),
+        num_rejected.int(),
+        torch.as_tensor(next_positions),
+        slots,
+        torch.stack([num_accepted, failed], dim=1).int(),
+    )
 
 
 def _verify(
@@ -163,8 +181,8 @@ def _verify(
     row_scale = scale.repeat_interleave(cu_num_logits.diff().long(), output_size=num_rows)
     p = (target_logits.float() / row_scale[:, None]).softmax(dim=-1)
     q = None if draft_logits is None else (draft_logits.float() / scale[:, None, None]).softmax(dim=-1)
-    drafts, rows = layout.drafts.clamp(min=0), layout.rows[:, :-1]
-    valid = layout.is_draft & (layout.drafts >= 0)
+    drafts, rows = layout.drafts[:, :-1].clamp(min=0), layout.rows[:, :-1]
+    valid = layout.drafts[:, :-1] >= 0
     p_draft = p[rows, drafts]
     q_draft = None if q is None else q.gather(2, drafts[:, :, None])[:, :, 0]
     tests = noise.tests(rows)
@@ -175,7 +193,7 @@ def _verify(
     some_greedy = greedy.is_cuda or bool(greedy.any())  # looking costs nothing on a CPU
     if some_greedy:
         best = row_argmax(target_logits)[layout.rows]
-        same = _leading((layout.drafts == best[:, :-1]) & layout.is_draft)
+        same = _leading((layout.drafts == best) & layout.is_draft)
         accepted = torch.where(greedy, same, accepted)
     chosen = _choose_final(target_logits, p, q, layout, accepted, scale, scale_p, noise)
     if some_greedy:
@@ -228,7 +246,7 @@ def _choose_final(
 ) -> torch.Tensor:
     """Return the token behind the accepted drafts: from p if none was refused, else from max(p - q, 0)."""
     row = layout.rows.gather(1, num_accepted[:, None])[:, 0]
-    refused = torch.nn.functional.pad(layout.drafts, (0, 1), value=-1).gather(1, num_accepted[:, None])
+    refused = layout.drafts.gather(1, num_accepted[:, None]).long()
     weights = p[row]
     if q is None:
         # A certain draft leaves p without its token.

@@ -14,8 +14,11 @@ def test_both_devices_offer_the_same_signatures():
     cpu, gpu = kernels.for_device("cpu"), kernels.for_device("cuda")
     assert set(vars(cpu)) == set(vars(gpu)) == set(kernels.NAMES)
     for name in kernels.NAMES:
-        ours, theirs = (inspect.signature(getattr(side, name)) for side in (cpu, gpu))
-        assert ours.parameters == theirs.parameters, name
+        ours, theirs = (
+            [(p.name, p.kind, p.default) for p in inspect.signature(getattr(side, name)).parameters.values()]
+            for side in (cpu, gpu)
+        )
+        assert ours == theirs, name
 
 
 def test_the_cpus_kernels_import_no_triton():

@@ -44,8 +44,8 @@ def assert_equal(ours, expected):
 @pytest.mark.parametrize("noise", ["seeds", "exponentials"])
 @pytest.mark.parametrize(("vocab_size", "dtype"), [(37, torch.float32), (8193, torch.float32), (3000, torch.bfloat16)])
 def test_integers_equal_the_references(make_batch, device, vocab_size, dtype, noise, full, block_verification):
-    for seed in range(2):
-        batch = make_batch(NUM_DRAFTS, vocab_size, [0.0, 1.0, 0.3, 1.7], seed, (0.5, 0.9)[seed], dtype=dtype)
+    for seed in range(2 if vocab_size == 37 else 1):
+        batch = make_batch(NUM_DRAFTS, vocab_size, [0.0, 1.0, 0.3, 1.7], seed, (0.8, 0.5)[seed], dtype=dtype)
         ours, expected = both(
             batch,
             device,
@@ -105,7 +105,7 @@ def test_uniforms_alone_are_refused(make_batch, device):
 @pytest.mark.parametrize("block_verification", [False, True], ids=["token", "block"])
 def test_the_first_token_has_the_targets_law(assert_same_law, device, full, block_verification):
     """One prompt many times over, seeds apart. Behind one draft, the first token's law is p whatever was accepted."""
-    num_reqs, vocab_size = 200_000 if device == "cuda" else 100, 6
+    num_reqs, vocab_size = 200_000 if device == "cuda" else 60, 6
     g = torch.Generator().manual_seed(2)
     p, q = torch.randn(2, vocab_size, generator=g), torch.randn(1, vocab_size, generator=g)
     if full:

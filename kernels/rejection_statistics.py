@@ -1,0 +1,208 @@
+"""First launch of `rejection.py`: what the drafts' rows sum up to, and how later launches read it.
+
+`statistics_kernel`, grid (requests * K, vocabulary blocks), writes one number per plane and block; `log_ratios` merges
+the blocks of one request. `mass_kernel`, of the same grid, is block verification's with full draft distributions.
+"""
+
+import triton
+import triton.language as tl
+
+# Logits per program: as in vLLM, so that sums are added in the same order and equal seeds give equal tokens.
+STATISTICS_BLOCK = 8192
+# Planes of the float32 workspace [5, num_reqs, K, blocks].
+TARGET_MAX, TARGET_SUM, DRAFT_MAX, DRAFT_SUM, MASS = (tl.constexpr(i) for i in range(5))
+
+
+@triton.jit
+def finite_max(x):
+    return tl.max(tl.where(x == x, x, float("-inf")), axis=0, return_indices=True)
+
+
+@triton.jit
+def _sum_exp(logits, maximum):
+    """Sum of exponentials; NaN if a logit is."""
+    return tl.where(maximum > float("-inf"), tl.sum(tl.exp(logits - maximum), axis=0), 0.0)
+
+
+@triton.jit
+def statistics_kernel(
+    target_logits_ptr,  # [num_logits, vocab_size]
+    target_stride,
+    draft_logits_ptr,  # [max_num_reqs, K, vocab_size] or None
+    draft_stride_0,
+    draft_stride_1,
+    cu_num_logits_ptr,  # [num_reqs + 1]
+    idx_mapping_ptr,  # [num_reqs]
+    temperature_ptr,  # [max_num_reqs] or None
+    blocks_ptr,  # [5, num_reqs, K, num_blocks] float32
+    argmax_ptr,  # [num_reqs, K, num_blocks] int32
+    arrived_ptr,  # [num_reqs] int32, zeroed here for launch 3
+    vocab_size,
+    num_reqs,
+    K,
+    num_blocks,
+    BLOCK: tl.constexpr,
+):
+    request, step = tl.program_id(0) // K, tl.program_id(0) % K
+    block = tl.program_id(1)
+    if (step == 0) & (block == 0):
+        tl.store(arrived_ptr + request, 0)
+    start = tl.load(cu_num_logits_ptr + request).to(tl.int64)
+    if step >= tl.load(cu_num_logits_ptr + request + 1) - start - 1:
+        return
+    state = tl.load(idx_mapping_ptr + request).to(tl.int64)
+    temperature = 0.0
+    if temperature_ptr is not None:
+        temperature = tl.load(temperature_ptr + state).to(tl.float32)
+    columns = block * BLOCK + tl.arange(0, BLOCK)
+    mask = columns < vocab_size
+    cell = tl.program_id(0).to(tl.int64) * num_blocks + block
+    plane = num_reqs * K * num_blocks
+    row = target_logits_ptr + (start + step) * target_stride
+    logits = tl.load(row + columns, mask=mask, other=float("-inf")).to(tl.float32)
+    if temperature == 0.0:
+        maximum, index = finite_max(logits)
+        tl.store(blocks_ptr + TARGET_MAX * plane + cell, maximum)
+        tl.store(argmax_ptr + cell, block * BLOCK + index)
+    else:
+        logits = logits / temperature
+        maximum, _ = finite_max(logits)
+        tl.store(blocks_ptr + TARGET_MAX * plane + cell, maximum)
+        tl.store(blocks_ptr + TARGET_SUM * plane + cell, _sum_exp(logits, maximum))
+        if draft_logits_ptr is not None:
+            row = draft_logits_ptr + state * draft_stride_0 + step * draft_stride_1
+            logits = tl.load(row + columns, mask=mask, other=float("-inf")).to(tl.float32) / temperature
+            maximum, _ = finite_max(logits)
+            tl.store(blocks_ptr + DRAFT_MAX * plane + cell, maximum)
+            tl.store(blocks_ptr + DRAFT_SUM * plane + cell, _sum_exp(logits, maximum))
+
+
+@triton.jit
+def _log_sum_exp(max_ptr, sum_ptr, offsets, mask):
+    """[K_PADDED] logsumexp of rows whose blocks are the second axis of `offsets`."""
+    maximum = tl.load(max_ptr + offsets, mask=mask, other=float("-inf"))
+    sums = tl.load(sum_ptr + offsets, mask=mask, other=0.0)
+    top = tl.max(maximum, axis=1)
+    return top + tl.log(tl.sum(sums * tl.exp(maximum - top[:, None]), axis=1))
+
+
+@triton.jit
+def log_ratios(
+    request,
+    state,
+    start,
+    temperature,
+    drafts,  # [K_PADDED] int64
+    valid,
+    target_logits_ptr,
+    target_stride,
+    draft_logits_ptr,
+    draft_stride_0,
+    draft_stride_1,
+    blocks_ptr,
+    num_reqs,
+    K,
+    num_blocks,
+    K_PADDED: tl.constexpr,
+    BLOCKS_PADDED: tl.constexpr,
+):
+    """([K_PADDED] log p of the drafts, log q, target's logsumexp, draft's) of one sampled request."""
+    steps, blocks = tl.arange(0, K_PADDED), tl.arange(0, BLOCKS_PADDED)
+    plane = num_reqs * K * num_blocks
+    offsets = (request.to(tl.int64) * K + steps[:, None]) * num_blocks + blocks[None, :]
+    mask = valid[:, None] & (blocks < num_blocks)[None, :]
+    target_lse = _log_sum_exp(blocks_ptr + TARGET_MAX * plane, blocks_ptr + TARGET_SUM * plane, offsets, mask)
+    rows = target_logits_ptr + (start + steps) * target_stride
+    log_p = tl.load(rows + drafts, mask=valid, other=0.0).to(tl.float32) / temperature - target_lse
+    if draft_logits_ptr is not None:
+        draft_lse = _log_sum_exp(blocks_ptr + DRAFT_MAX * plane, blocks_ptr + DRAFT_SUM * plane, offsets, mask)
+        rows = draft_logits_ptr + state * draft_stride_0 + steps.to(tl.int64) * draft_stride_1
+        log_q = tl.load(rows + drafts, mask=valid, other=0.0).to(tl.float32) / temperature - draft_lse
+    else:
+        draft_lse = target_lse * 0.0
+        log_q = draft_lse
+    return log_p, log_q, target_lse, draft_lse
+
+
+@triton.jit
+def cumulative(log_ratio, valid, K_PADDED: tl.constexpr):
+    """[K_PADDED] log p_i of block verification, p_i = min(p_{i-1} * ratio_i, 1): a walk reflected at 0."""
+    steps = tl.arange(0, K_PADDED)
+    before = (steps[None, :] <= steps[:, None]) & valid[None, :]
+    walk = tl.sum(tl.where(before, log_ratio[None, :], 0.0), axis=1)
+    highest = tl.max(tl.where(before, walk[None, :], 0.0), axis=1)
+    return walk - tl.maximum(highest, 0.0)
+
+
+@triton.jit
+def load_drafts(draft_sampled_ptr, start, num_drafts, K_PADDED: tl.constexpr):
+    """([K_PADDED] drafts, whether the target judges them: in the draft, no placeholder before or at)."""
+    steps = tl.arange(0, K_PADDED)
+    drafts = tl.load(draft_sampled_ptr + start + steps + 1, mask=steps < num_drafts, other=-1).to(tl.int64)
+    first_gap = tl.min(tl.where(drafts < 0, steps, K_PADDED), axis=0)
+    return drafts, steps < first_gap
+
+
+@triton.jit
+def mass_kernel(
+    target_logits_ptr,
+    target_stride,
+    draft_logits_ptr,
+    draft_stride_0,
+    draft_stride_1,
+    draft_sampled_ptr,
+    cu_num_logits_ptr,
+    idx_mapping_ptr,
+    temperature_ptr,
+    blocks_ptr,
+    vocab_size,
+    num_reqs,
+    K,
+    num_blocks,
+    K_PADDED: tl.constexpr,
+    BLOCKS_PADDED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Write a block's share of sum max(p_i p - q, 0) at step i + 1, which decides about stopping at i."""
+    request, step = tl.program_id(0) // K, tl.program_id(0) % K
+    start = tl.load(cu_num_logits_ptr + request).to(tl.int64)
+    num_drafts = tl.load(cu_num_logits_ptr + request + 1) - start - 1
+    state = tl.load(idx_mapping_ptr + request).to(tl.int64)
+    temperature = tl.load(temperature_ptr + state).to(tl.float32)
+    if (step == 0) | (step >= num_drafts) | (temperature == 0.0):
+        return
+    drafts, valid = load_drafts(draft_sampled_ptr, start, num_drafts, K_PADDED)
+    log_p, log_q, target_lse, draft_lse = log_ratios(
+        request,
+        state,
+        start,
+        temperature,
+        drafts,
+        valid,
+        target_logits_ptr,
+        target_stride,
+        draft_logits_ptr,
+        draft_stride_0,
+        draft_stride_1,
+        blocks_ptr,
+        num_reqs,
+        K,
+        num_blocks,
+        K_PADDED,
+        BLOCKS_PADDED,
+    )
+    steps = tl.arange(0, K_PADDED)
+    joint = cumulative(log_p - log_q, valid, K_PADDED)
+    shift = tl.sum(tl.where(steps == step - 1, joint, 0.0), axis=0)
+    shift -= tl.sum(tl.where(steps == step, target_lse, 0.0), axis=0)
+    draft_shift = tl.sum(tl.where(steps == step, draft_lse, 0.0), axis=0)
+    block = tl.program_id(1)
+    columns = block * BLOCK + tl.arange(0, BLOCK)
+    mask = columns < vocab_size
+    row = target_logits_ptr + (start + step) * target_stride
+    p = tl.exp(tl.load(row + columns, mask=mask, other=float("-inf")).to(tl.float32) / temperature + shift)
+    row = draft_logits_ptr + state * draft_stride_0 + step * draft_stride_1
+    q = tl.exp(tl.load(row + columns, mask=mask, other=float("-inf")).to(tl.float32) / temperature - draft_shift)
+    cell = tl.program_id(0).to(tl.int64) * num_blocks + block
+    plane = num_reqs * K * num_blocks
+    tl.store(blocks_ptr + MASS * plane + cell, tl.sum(tl.maximum(p - q, 0.0), axis=0))
