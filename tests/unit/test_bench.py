@@ -211,7 +211,7 @@ def bench(monkeypatch, tmp_path):
             "rounds": 2,
             "dtype": "float32",
             "num_speculative_tokens": 8,
-            "policy": "beta_ts",
+            "policy": "goodput",
             "json": str(tmp_path / "out" / "rows.json"),
         }
         code = latency.run(argparse.Namespace(**(arguments | changed)))
