@@ -79,7 +79,7 @@ def clone_of_the_last_layer(target_dir, directory):
     from vllm_eesd.exit_head.checkpoint import Prior, write_head
 
     target = load_target(target_dir, LAYERS - 1, "cpu")
-    head = new_head(target, "last")
+    head = new_head(target, "last", "transformer")
     write_head(directory, head_config(target, target_dir, "transformer", Prior()), head.state_dict())
     return str(directory)
 
