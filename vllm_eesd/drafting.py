@@ -77,6 +77,10 @@ class RequestSlots:
     def __len__(self) -> int:
         return len(self._slot_of)
 
+    def request_ids(self) -> list[str]:
+        """Return the requests that have a slot."""
+        return list(self._slot_of)
+
     def in_use(self) -> np.ndarray:
         """Return the slots that requests have, [num_requests] int64."""
         return np.array(list(self._slot_of.values()), dtype=np.int64)

@@ -35,10 +35,10 @@ class RequestOptions:
         """
         if not extra_args:
             return _DEFAULT
-        given = {key: value for key, value in extra_args.items() if key.startswith(PREFIX)}
+        given = {key: value for key, value in extra_args.items() if isinstance(key, str) and key.startswith(PREFIX)}
         fields = {key: _READERS[key](key, value) for key, value in given.items() if key in _READERS}
         if unknown := sorted(given.keys() - _READERS.keys()):
-            raise ValueError(f"{unknown[0]} is not an option of EESD; allowed: {', '.join(_READERS)}")
+            raise ValueError(f"{unknown[0]!r:.80} is not an option of EESD; allowed: {', '.join(_READERS)}")
         return cls(**{key.removeprefix(PREFIX): value for key, value in fields.items()})
 
 
@@ -46,20 +46,20 @@ def _read_flag(key: str, value: Any) -> bool:
     # vllm_xargs carries strings, numbers and lists, but no booleans.
     flags = {True: True, False: False, "true": True, "false": False}
     if not isinstance(value, (bool, int, float, str)) or value not in flags:
-        raise ValueError(f"{key}={value!r} is not valid, must be true or false")
+        raise ValueError(f"{key}={value!r:.80} is not valid, must be true or false")
     return flags[value]
 
 
 def _read_length(key: str, value: Any) -> int:
-    whole = isinstance(value, (int, float)) and not isinstance(value, bool) and float(value).is_integer()
-    if not whole or not 0 <= value <= MAX_SPECULATIVE_TOKENS:
-        raise ValueError(f"{key}={value!r} is not valid, must be a whole number from 0 to {MAX_SPECULATIVE_TOKENS}")
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not (number and 0 <= value <= MAX_SPECULATIVE_TOKENS and value == int(value)):
+        raise ValueError(f"{key}={value!r:.80} is not valid, must be a whole number from 0 to {MAX_SPECULATIVE_TOKENS}")
     return int(value)
 
 
 def _read_policy(key: str, value: Any) -> str:
     if not isinstance(value, str) or value not in POLICIES:
-        raise ValueError(f"{key}={value!r} is not valid, must be one of {', '.join(POLICIES)}")
+        raise ValueError(f"{key}={value!r:.80} is not valid, must be one of {', '.join(POLICIES)}")
     return value
 
 

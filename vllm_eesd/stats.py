@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+
+logger = logging.getLogger("vllm.eesd")
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,7 @@ class DraftStats:
     emitted: int = 0
     decode_ms: float = 0.0
     plain_ms: float = 0.0
+    not_finite: int = 0
     draft_length_histogram: np.ndarray = field(init=False)
     accepted_length_histogram: np.ndarray = field(init=False)
     _record: list[Round] | None = field(default=None, init=False)
@@ -53,7 +58,7 @@ class DraftStats:
         self.reset()
 
     def reset(self) -> None:
-        self.rounds = self.emitted = 0
+        self.rounds = self.emitted = self.not_finite = 0
         self.decode_ms = self.plain_ms = 0.0
         self.draft_length_histogram = np.zeros(self.num_speculative_tokens + 1, dtype=np.int64)
         self.accepted_length_histogram = np.zeros(self.num_speculative_tokens + 1, dtype=np.int64)
@@ -61,19 +66,37 @@ class DraftStats:
     def count(self, request_id: str, draft: Sequence[int], emitted: Sequence[int]) -> None:
         """Add one round; `emitted` holds the accepted drafts and one more token."""
         num_accepted = len(emitted) - 1
-        self.rounds += 1
-        self.emitted += len(emitted)
-        self.draft_length_histogram[len(draft)] += 1
-        self.accepted_length_histogram[num_accepted] += 1
+        self.count_lengths(len(draft), num_accepted)
         if self._record is not None:
             if len(self._record) >= self.MAX_RECORDED_ROUNDS:
                 del self._record[: self.MAX_RECORDED_ROUNDS // 2]
             self._record.append(Round(request_id, list(draft), num_accepted, list(emitted)))
 
+    def count_lengths(self, num_drafted: int, num_accepted: int) -> None:
+        """Add one round of which only the lengths are known."""
+        self.rounds += 1
+        self.emitted += num_accepted + 1
+        self.draft_length_histogram[num_drafted] += 1
+        self.accepted_length_histogram[num_accepted] += 1
+
     def count_time(self, decode_ms: float, plain_ms: float) -> None:
-        """Add the time of a step in which everybody decoded, and what its tokens would have taken without drafts."""
+        """Add the time of a step in which everybody decoded, and what its tokens would have taken without drafts.
+
+        Times that no clock shows are left out.
+        """
+        if not (0 < decode_ms < math.inf and 0 < plain_ms < math.inf):
+            return
         self.decode_ms += decode_ms
         self.plain_ms += plain_ms
+
+    def count_not_finite(self, num_tokens: int) -> None:
+        """Add draft tokens that came from hidden states with infinities or NaN; the first are worth a line."""
+        if num_tokens and not self.not_finite:
+            logger.warning(
+                "eesd: the drafter's hidden states are not finite; its drafts are worthless and the target rejects "
+                "them: requests are served right, only not faster"
+            )
+        self.not_finite += num_tokens
 
     def speedup(self) -> float | None:
         """Return the estimated speedup over plain decoding, None before any step was timed.
@@ -113,4 +136,5 @@ class DraftStats:
             "accepted_per_position": accepted.tolist(),
             "draft_length_histogram": self.draft_length_histogram.tolist(),
             "estimated_speedup": self.speedup(),
+            "drafted_not_finite": self.not_finite,
         }

@@ -19,6 +19,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,8 @@ from vllm_eesd.policy.costs import CostModel
 FORMAT, VERSION = "eesd-trace", 1
 #: Three digits tell every calibration bin apart and keep a trace small.
 SCALE = 1000
+#: A trace of ten thousand requests has about a tenth of it; a compressed one can claim any size.
+MAX_TEXT_BYTES = 1 << 28
 
 
 @dataclass(frozen=True)
@@ -139,20 +142,32 @@ def read_trace(path: str | os.PathLike) -> DenseTrace:
         ValueError: not a trace of this version, damaged, or with values out of range; the line is named.
         OSError: no such file.
     """
-    data = Path(path).read_bytes()
     try:
-        lines = (gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data).decode().splitlines()
-    except (OSError, EOFError, ValueError) as error:
+        lines = _text(Path(path)).splitlines()
+    except FileNotFoundError:
+        raise
+    except (OSError, EOFError, ValueError, zlib.error) as error:
         raise ValueError(f"{path}: not a trace ({' '.join(str(error).split())})") from None
     number = 1
     try:
         trace = _header(json.loads(lines[0]) if lines else {})
         for number, line in enumerate(lines[1:], start=2):  # noqa: B007  named in the error
             trace.requests.append(_request(json.loads(line), trace.num_speculative_tokens))
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
         reason = " ".join(str(error).split())
-        raise ValueError(f"{path}: not a trace: line {number} ({type(error).__name__}: {reason})") from None
+        raise ValueError(f"{path}: not a trace: line {number} ({type(error).__name__}: {reason:.300})") from None
     return trace
+
+
+def _text(path: Path) -> str:
+    """The file's text, decompressed; no more of it is ever held than `MAX_TEXT_BYTES`."""
+    with path.open("rb") as file:
+        compressed = file.read(2) == b"\x1f\x8b"
+        file.seek(0)
+        data = (gzip.GzipFile(fileobj=file) if compressed else file).read(MAX_TEXT_BYTES + 1)
+    if len(data) > MAX_TEXT_BYTES:
+        raise ValueError(f"more than {MAX_TEXT_BYTES} bytes of text")
+    return data.decode()
 
 
 def _header(header: dict[str, Any]) -> DenseTrace:
@@ -161,10 +176,10 @@ def _header(header: dict[str, Any]) -> DenseTrace:
         raise ValueError(f"format and version must be {FORMAT!r} and {VERSION}")
     num_tokens = header["num_speculative_tokens"]
     if isinstance(num_tokens, bool) or not isinstance(num_tokens, int) or not 1 <= num_tokens <= MAX_SPECULATIVE_TOKENS:
-        raise ValueError(f"num_speculative_tokens={num_tokens!r}, must be 1 to {MAX_SPECULATIVE_TOKENS}")
+        raise ValueError(f"num_speculative_tokens={num_tokens!r:.80}, must be 1 to {MAX_SPECULATIVE_TOKENS}")
     costs, prior = header.get("costs") or {}, tuple(header.get("prior") or (1.0, 1.0))
-    if len(prior) != 2 or not all(isinstance(count, (int, float)) and count > 0 for count in prior):
-        raise ValueError(f"prior={list(prior)}, must be two numbers above 0")
+    if len(prior) != 2 or not all(isinstance(count, (int, float)) and 0 < count < float("inf") for count in prior):
+        raise ValueError(f"prior={list(prior)!r:.80}, must be two numbers above 0")
     if costs:
         CostModel().restore(costs)
     return DenseTrace(header["model"], header["workload"], num_tokens, costs, [], prior)

@@ -54,7 +54,7 @@ def text(tmp_path):
     return tmp_path / "text.bin"
 
 
-@pytest.fixture(params=["headless", "transformer", "deep_context"])
+@pytest.fixture(params=["headless", "mlp", "transformer", "deep_context"])
 def head_dir(request, model_dir, tmp_path):
     """A head somewhat like the target's layers 2 and 3, so that some drafts are accepted."""
     target = load_target(str(model_dir), 3, "cpu")

@@ -111,3 +111,45 @@ def test_memory_does_not_grow_with_the_steps():
 def test_a_draft_ratio_that_is_none_is_refused(ratio):
     with pytest.raises(ValueError, match="draft_ratio="):
         CostModel(draft_ratio=ratio)
+
+
+@pytest.mark.parametrize("ms", [float("nan"), float("inf"), -1.0, 0.0, 1e12])
+def test_times_that_no_clock_shows_teach_nothing(ms):
+    costs = CostModel()
+    for _ in range(5):
+        costs.observe_verify(2, 2, 4.0)
+        costs.observe_verify(2, 2, ms)
+        costs.observe_draft_step(2, ms)
+        costs.observe_draft_round(2, ms)
+    assert costs.verify_curve(2, 4)[0] == 4.0
+    assert np.isfinite(costs.verify_curve(2, 4)).all() and np.isfinite(costs.draft_curve(4)).all()
+
+
+def test_a_profile_is_the_truth_until_steps_are_timed():
+    costs = CostModel(draft_ratio=0.5)
+    costs.start_from([(9, 5.0), (1, 3.0), (2, 4.0)], [(8, 0.8), (1, 0.6)])
+    costs.observe_draft_round(1, 0.0)
+    np.testing.assert_allclose(costs.verify_curve(1, 8)[[0, 1, 8]], [3.0, 4.0, 5.0])
+    np.testing.assert_allclose(costs.verify_curve(2, 7)[[0, 7]], [4.0, 5.0])
+    np.testing.assert_allclose(costs.draft_curve(8)[[0, 1, 8]], [0.0, 0.6, 0.8])
+
+
+def test_a_profile_says_how_measured_steps_grow():
+    """An engine step takes more than its forward: the profile's difference is added to what was measured."""
+    costs = CostModel()
+    costs.start_from([(1, 3.0), (9, 5.0)], [(1, 0.6)])
+    costs.observe_draft_round(1, 0.0)
+    for _ in range(5):
+        costs.observe_verify(1, 1, 10.0)
+    np.testing.assert_allclose(costs.verify_curve(1, 8)[[0, 8]], [10.0, 12.0])
+    for _ in range(5):
+        costs.observe_verify(1, 9, 14.0)
+    np.testing.assert_allclose(costs.verify_curve(1, 8)[[0, 8]], [10.0, 14.0])
+
+
+def test_a_profile_says_what_a_plain_step_takes_while_only_drafted_ones_were_timed():
+    costs = CostModel()
+    costs.start_from([(1, 3.0), (9, 5.0)], [(1, 0.6)])
+    for _ in range(5):
+        costs.observe_verify(1, 9, 14.0)
+    assert costs.verify_curve(1, 8)[0] == pytest.approx(12.0)

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_eesd.drafting import RequestSlots, draft_round
-from vllm_eesd.policy import POLICIES, BetaPosterior, Dispatch, build_policy
+from vllm_eesd.policy import POLICIES, BetaPosterior, Dispatch, build_policy, plan, posterior
 
 NUM_SLOTS, LONGEST = 5, 8
 # Examples are seeded by the test's own name: the same ones every time, on every machine.
@@ -145,3 +145,13 @@ def test_slots_are_distinct_and_kept(steps):
         for name, slot, is_new in zip(names, assigned.tolist(), new.tolist(), strict=True):
             assert is_new or kept[name] == slot
             kept[name] = slot
+
+
+def test_nothing_is_compiled_while_requests_wait():
+    """Compiled functions are compiled when a policy is built, for the arguments that rounds bring."""
+    build = lambda name: build_policy(name, BetaPosterior(NUM_SLOTS), 0, {})  # noqa: E731
+    policy = Dispatch("goodput", build)
+    compiled = (plan.begin, plan.survive, plan.worthwhile, posterior._count)
+    before = [len(function.signatures) for function in compiled]
+    play(policy, [[(LONGEST, 0, LONGEST, True)] * NUM_SLOTS] * 5, seed=0)
+    assert all(before) and [len(function.signatures) for function in compiled] == before

@@ -39,7 +39,7 @@ def test_max_draft_tokens(value):
         ({"eesd_max_draft_tokens": "4"}, ("'4'", "whole number")),
         ({"eesd_policy": "best"}, ("eesd_policy", "'best'", "goodput")),
         ({"eesd_policy": ["fixed"]}, ("eesd_policy", "goodput")),
-        ({"eesd_max_draft": 4}, ("eesd_max_draft ", "allowed", "eesd_max_draft_tokens")),
+        ({"eesd_max_draft": 4}, ("'eesd_max_draft' ", "allowed", "eesd_max_draft_tokens")),
     ],
 )
 def test_refusals(extra_args, words):

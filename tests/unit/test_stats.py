@@ -17,6 +17,7 @@ def test_positions_are_counted_unconditionally():
         "accepted_per_position": [2, 1, 0],
         "draft_length_histogram": [1, 1, 0, 1],
         "estimated_speedup": None,
+        "drafted_not_finite": 0,
     }
     stats.count_time(decode_ms=2.0, plain_ms=3.0)
     assert stats.speedup() == 1.5

@@ -38,8 +38,9 @@ POLICIES: dict[str, type[DraftLengthPolicy]] = {
     "fixed": Fixed,
     "goodput": Goodput,
 }
-#: `policy_args` that every policy takes: whose learned prior a request starts from, and where learned state is kept.
-COMMON_ARGS = ("prior_key", "state_file")
+#: `policy_args` that every policy takes: whose learned prior a request starts from, where learned state is kept, and
+#: where rounds are written (by the host, see `vllm_eesd.round_trace`).
+COMMON_ARGS = ("prior_key", "state_file", "trace_file")
 PRIOR_KEYS = ("none", "lora")
 
 
@@ -66,7 +67,7 @@ def build_policy(
     unknown = sorted(set(policy_args) - set(allowed))
     if unknown:
         names = ", ".join(allowed)
-        raise ValueError(f"eesd: policy_args has unknown key {unknown[0]!r} for policy {name!r}; allowed: {names}")
+        raise ValueError(f"eesd: policy_args has unknown key {unknown[0]!r:.80} for policy {name!r}; allowed: {names}")
     own = {key: value for key, value in policy_args.items() if key in policy_class.ARGS}
     policy = policy_class(posterior, seed, costs, calibration, **own)
     policy.keyed_by_lora = _prior_key(policy_args.get("prior_key", PRIOR_KEYS[0])) == "lora"
@@ -78,13 +79,15 @@ def build_policy(
 
 def _prior_key(value: Any) -> str:
     if value not in PRIOR_KEYS:
-        raise ValueError(f"eesd: policy_args.prior_key={value!r} is not valid: choose one of {', '.join(PRIOR_KEYS)}")
+        names = ", ".join(PRIOR_KEYS)
+        raise ValueError(f"eesd: policy_args.prior_key={value!r:.80} is not valid: choose one of {names}")
     return value
 
 
 def _state_file(value: Any) -> str | None:
-    if value is not None and not (isinstance(value, str) and value and os.path.isdir(os.path.dirname(value) or ".")):
+    names_a_file = isinstance(value, str) and value and "\0" not in value and not os.path.isdir(value)
+    if value is not None and not (names_a_file and os.path.isdir(os.path.dirname(value) or ".")):
         raise ValueError(
-            f"eesd: policy_args.state_file={value!r} is not valid: must name a file in a directory that is"
+            f"eesd: policy_args.state_file={value!r:.200} is not valid: must name a file in a directory that is"
         )
     return value

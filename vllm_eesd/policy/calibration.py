@@ -42,7 +42,7 @@ class Calibration:
         # The last bin is for tokens whose confidence nobody computed: they still tell how positions differ.
         self._observed = np.zeros((MAX_SPECULATIVE_TOKENS, NUM_BINS + 1))
         self._accepted = np.zeros_like(self._observed)
-        self._edges = np.array(EDGES, dtype=np.float32)
+        self.edges = np.array(EDGES, dtype=np.float32)
         edges = np.array((0.0, *EDGES, 1.0))
         self._centers = (edges[1:] + edges[:-1]) / 2
         self._waiting: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
@@ -61,8 +61,10 @@ class Calibration:
                 raise ValueError(f"{path}: {path.stat().st_size} bytes, a calibration has at most {MAX_FILE_BYTES}")
             try:
                 calibration.restore(json.loads(path.read_text(encoding="utf-8")))
-            except (ValueError, TypeError, KeyError, RecursionError) as error:
+            except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
                 raise ValueError(f"{path}: not a calibration ({' '.join(str(error).split())})") from None
+            except OSError as error:
+                raise ValueError(f"{path}: cannot be read ({error.strerror})") from None
         return calibration
 
     def acceptance(self, confidence: np.ndarray, position: int) -> np.ndarray:
@@ -74,7 +76,7 @@ class Calibration:
         Returns:
             [num_rows] float64 in (0, 1).
         """
-        return self._rates[position, self._bin(confidence)]
+        return self.rates[position, self._bin(confidence)]
 
     def observe(
         self,
@@ -112,7 +114,7 @@ class Calibration:
 
     def _bin(self, confidence: np.ndarray) -> np.ndarray:
         # NaN sorts behind every edge; it belongs in the bin of its own behind the last.
-        return np.searchsorted(self._edges, confidence, side="right") + np.isnan(confidence)
+        return np.searchsorted(self.edges, confidence, side="right") + np.isnan(confidence)
 
     def _refresh(self) -> None:
         fade = np.minimum(1.0, MEMORY / np.maximum(self._observed, 1.0))
@@ -126,9 +128,9 @@ class Calibration:
         #: [MAX_SPECULATIVE_TOKENS] how much harder than the average token the first j are together, in powers of its
         #: acceptance.
         self.exponents = np.cumsum((np.log(self.position_rates) / np.log(self.mean_rate)).clip(*EXPONENT_RANGE))
-        self._rates = np.empty_like(self._observed)
-        self._rates[:, :NUM_BINS] = (accepted + SMOOTHING * by_bin) / (observed + SMOOTHING)
-        self._rates[:, NUM_BINS] = self.position_rates
+        self.rates = np.empty_like(self._observed)
+        self.rates[:, :NUM_BINS] = (accepted + SMOOTHING * by_bin) / (observed + SMOOTHING)
+        self.rates[:, NUM_BINS] = self.position_rates
 
     def _smooth_positions(self) -> np.ndarray:
         """Each position leans on the one before it: the deep ones are rarely reached."""
@@ -162,7 +164,7 @@ class Calibration:
             ValueError: wrong edges or shapes, or counts that are not finite, negative or accepted more than observed.
         """
         if tuple(state["edges"]) != EDGES:
-            raise ValueError(f"edges are {state['edges']}, must be {list(EDGES)}")
+            raise ValueError(f"edges are {state['edges']!r:.80}, must be {list(EDGES)}")
         observed, accepted = (np.array(state[name], dtype=np.float64) for name in ("observed", "accepted"))
         positions = len(observed)
         if observed.shape != accepted.shape or observed.shape[1:] != (NUM_BINS,) or positions > MAX_SPECULATIVE_TOKENS:

@@ -35,7 +35,7 @@ class Confidence(DraftLengthPolicy):
     ) -> None:
         super().__init__(posterior, seed, costs, calibration)
         if isinstance(threshold, bool) or not isinstance(threshold, (int, float)) or not 0 <= threshold <= 1:
-            raise ValueError(f"eesd: policy_args.threshold={threshold!r} is not valid: must be 0 to 1")
+            raise ValueError(f"eesd: policy_args.threshold={threshold!r:.80} is not valid: must be 0 to 1")
         self.threshold = threshold
 
     def draft_more(self, slots: np.ndarray, num_drafted: int, confidence: np.ndarray | None) -> np.ndarray:

@@ -12,6 +12,10 @@ import numpy as np
 WINDOW = 15
 #: A median of fewer is at the mercy of one compilation: such a cell is not used while others are.
 MIN_SAMPLES = 3
+#: No step takes an hour: such a time is a fault of the clock.
+MAX_MS = 3.6e6
+#: Tokens of a step: beyond what any engine schedules at once.
+MAX_SIZE = 1 << 24
 #: A curve with new times is computed again after this many of them.
 REFRESH_SAMPLES = 16
 #: Before any measurement, relative to a plain step: a drafted round's fixed cost, and each further verified token.
@@ -41,6 +45,8 @@ class CostModel:
         self._verify: dict[int, _Medians] = {}
         self._draft_step = _Medians()
         self._draft_round = _Medians()
+        #: (sizes, ms) of forwards by tokens and of draft steps by rows, timed before any request was there.
+        self._profile: tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]] | None = None
         self._verify_curves: dict[tuple[int, int], np.ndarray] = {}
         self._draft_curves: dict[int, np.ndarray] = {}
 
@@ -53,18 +59,32 @@ class CostModel:
             ms: milliseconds.
         """
         medians = self._verify.setdefault(_cell(num_reqs), _Medians())
-        if medians.add(num_tokens - num_reqs, ms):
+        if ms > 0 and medians.add(num_tokens - num_reqs, ms):
             self._forget_curves()
 
     def observe_draft_step(self, num_rows: int, ms: float) -> None:
         """Count the time of one draft step for `num_rows` rows."""
-        if self._draft_step.add(num_rows, ms):
+        if ms > 0 and self._draft_step.add(num_rows, ms):
             self._draft_curves.clear()
 
     def observe_draft_round(self, num_rows: int, ms: float) -> None:
         """Count what a round that drafted took on top of its draft steps: preparing inputs, deciding."""
         if self._draft_round.add(num_rows, ms):
             self._verify_curves.clear()
+
+    def start_from(self, forwards: list[tuple[int, float]], draft_steps: list[tuple[int, float]]) -> None:
+        """Take a profile for the truth until steps are timed; afterwards for what has not been timed.
+
+        Args:
+            forwards: (tokens, ms) of the target's forward and logits, at least one.
+            draft_steps: (rows, ms), at least one.
+        """
+        forwards, draft_steps = sorted(forwards), sorted(draft_steps)
+        self._profile = tuple(
+            (np.array([size for size, _ in points], dtype=np.float64), _monotone([ms for _, ms in points]))
+            for points in (forwards, draft_steps)
+        )
+        self._forget_curves()
 
     def lacks_plain(self, num_reqs: int) -> bool:
         """Return whether steps of this batch size were timed, but too few without drafts to know their time."""
@@ -87,7 +107,7 @@ class CostModel:
         """Return the time of a draft step for 0..max_rows rows, [max_rows + 1], ascending; 0 for no rows."""
         if max_rows not in self._draft_curves:
             rows = np.arange(max_rows + 1)
-            points = self._draft_step.curve()
+            points = self._draft_step.curve() or (self._profile and self._profile[1])
             if points is None:
                 curve = self.draft_ratio * self._verification(max_rows, np.zeros(1))[0] * np.ones(max_rows + 1)
             else:
@@ -107,23 +127,36 @@ class CostModel:
         plain = {size: ys[0] for size, (xs, ys) in measured.items() if xs[0] == 0}
         grown = {size: points for size, points in measured.items() if len(points[0]) > 1}
         if not measured:
-            plain_ms = 1.0
-            if (draft := self._draft_step.curve()) is not None:
-                plain_ms = float(draft[1][0]) / self.draft_ratio
-            return plain_ms * (1 + DEFAULT_VERIFY_GROWTH * num_drafts)
+            plain_ms = self._unmeasured_plain(num_reqs)
+            return plain_ms + self._unmeasured_growth(num_reqs, num_drafts, plain_ms)
         if not plain:  # only drafted steps were timed so far
             size = _nearest(measured, num_reqs)
             xs, ys = measured[size]
-            plain = {size: ys[0] / (1 + DEFAULT_VERIFY_GROWTH * xs[0])}
+            guess = ys[0] / (1 + DEFAULT_VERIFY_GROWTH * xs[0])
+            plain = {size: ys[0] - self._unmeasured_growth(size, xs[:1], guess)[0]}
         sizes = sorted(plain)
         plain_ms = float(np.interp(num_reqs, sizes, np.maximum.accumulate([plain[size] for size in sizes])))
-        slope = DEFAULT_VERIFY_GROWTH * plain_ms
         if not grown:
-            return plain_ms + slope * num_drafts
+            return plain_ms + self._unmeasured_growth(num_reqs, num_drafts, plain_ms)
         xs, ys = grown[_nearest(grown, num_reqs)]
         if xs[0] > 0:
             xs, ys = np.r_[0, xs], np.r_[min(plain_ms, ys[0]), ys]
-        return plain_ms + _interpolate(num_drafts, xs, ys - ys[0], default_slope=slope)
+        return plain_ms + _interpolate(num_drafts, xs, ys - ys[0], default_slope=DEFAULT_VERIFY_GROWTH * plain_ms)
+
+    def _unmeasured_plain(self, num_reqs: int) -> float:
+        """A plain step's time before any step was timed: its forward's, or 1 where draft steps say nothing else."""
+        if self._profile is not None:
+            return float(_interpolate(np.array([num_reqs]), *self._profile[0], default_slope=0.0)[0])
+        draft = self._draft_step.curve()
+        return 1.0 if draft is None else float(draft[1][0]) / self.draft_ratio
+
+    def _unmeasured_growth(self, num_reqs: int, num_drafts: np.ndarray, plain_ms: float) -> np.ndarray:
+        """What verifying `num_drafts` adds to a plain step: what more tokens add to a forward, or a share of it."""
+        if self._profile is None:
+            return DEFAULT_VERIFY_GROWTH * plain_ms * num_drafts
+        slope = DEFAULT_VERIFY_GROWTH * plain_ms
+        forwards = _interpolate(np.r_[num_reqs, num_reqs + num_drafts], *self._profile[0], default_slope=slope)
+        return forwards[1:] - forwards[0]
 
     def round_ms(self, num_reqs: int) -> float:
         """Return what a drafted round costs besides its draft steps."""
@@ -141,7 +174,15 @@ class CostModel:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Start from the medians that `state` gave; what is measured afterwards replaces them step by step."""
+        """Start from the medians that `state` gave; what is measured afterwards replaces them step by step.
+
+        Raises:
+            ValueError: a size is not a whole number of 0 or more, or a time none that a step can take.
+        """
+        for points in (*state["verify_ms"].values(), state["draft_step_ms"], state["draft_round_ms"]):
+            for size, ms in points:
+                if not (0 <= size <= MAX_SIZE and 0 <= ms <= MAX_MS):
+                    raise ValueError(f"costs hold [{size!r:.40}, {ms!r:.40}], must be a size from 0 and ms from 0")
         self._verify = {int(size): _Medians(points) for size, points in state["verify_ms"].items()}
         self._draft_step = _Medians(state["draft_step_ms"])
         self._draft_round = _Medians(state["draft_round_ms"])
@@ -168,7 +209,9 @@ class _Medians:
             self._refresh()
 
     def add(self, size: int, ms: float) -> bool:
-        """Take one time in; return whether the curve changed."""
+        """Take one time in; return whether the curve changed. What no clock shows is ignored."""
+        if not 0 <= ms <= MAX_MS:
+            return False
         cell = _cell(size)
         times = self._times.setdefault(cell, deque(maxlen=WINDOW))
         times.append((size, ms))

@@ -76,6 +76,17 @@ class Dispatch(DraftLengthPolicy):
             confidences[rows] = policy.confidences[slots[rows]]
         return confidences
 
+    def posterior_of(self, slots: np.ndarray) -> np.ndarray:
+        parameters = np.empty((2, len(slots)))
+        for policy, rows in self._split(slots):
+            parameters[:, rows] = policy.posterior.parameters(slots[rows])
+        return parameters
+
+    def recall(self, slots: np.ndarray, confidences: np.ndarray | float) -> None:
+        confidences = np.broadcast_to(confidences, (len(slots), MAX_SPECULATIVE_TOKENS))
+        for policy, rows in self._split(slots):
+            policy.recall(slots[rows], confidences[rows])
+
     def metrics(self, slots: np.ndarray) -> dict[str, Any]:
         """Return the default policy's beliefs about the requests that use it."""
         return self._policies[self._names[0]].metrics(slots[self._choice[slots] == 0])

@@ -8,6 +8,7 @@ from typing import ClassVar
 import numpy as np
 
 from vllm_eesd.config import MAX_SPECULATIVE_TOKENS
+from vllm_eesd.policy import plan
 from vllm_eesd.policy.calibration import Calibration
 from vllm_eesd.policy.costs import CostModel
 from vllm_eesd.policy.guard import Guard
@@ -67,7 +68,7 @@ class Goodput(DraftLengthPolicy):
     ) -> None:
         super().__init__(posterior, seed, costs, calibration)
         if not isinstance(probe_budget, (int, float)) or not 0 < probe_budget <= 0.5:
-            raise ValueError(f"eesd: policy_args.probe_budget={probe_budget!r} is not valid: above 0, at most 0.5")
+            raise ValueError(f"eesd: policy_args.probe_budget={probe_budget!r:.80} is not valid: above 0, at most 0.5")
         posterior.fade(DISCOUNT, IDLE_DISCOUNT)
         posterior.learn_priors(PRIOR_MEMORY, PRIOR_WEIGHT)
         self.guard = Guard(probe_budget)
@@ -80,6 +81,16 @@ class Goodput(DraftLengthPolicy):
         self._own_odds = np.ones(max_num_reqs)
         #: chain[slot, j]: the chance, seen from the round's start, that tokens 1..j are all accepted.
         self._chain = np.ones((max_num_reqs, MAX_SPECULATIVE_TOKENS + 1))
+        self._compile()
+
+    def _compile(self) -> None:
+        """Go through the compiled functions with nobody, so that no request waits for their compilation."""
+        nobody = np.zeros(0, dtype=np.int64)
+        self.begin_round(nobody, nobody)
+        self._rounds = 0
+        self._draw(nobody)
+        self._survive(nobody, 1, nobody.astype(np.float32))
+        self._worthwhile(nobody, 0)
 
     def reset(self, slots: np.ndarray, keys: Sequence[str] | None = None) -> None:
         super().reset(slots, keys)
@@ -95,12 +106,23 @@ class Goodput(DraftLengthPolicy):
         self._rate = num_rows / self._verify[0] * max(self.speedup, 1.0)
         self._wants_plain = self._rounds % (2 if self.costs.lacks_plain(num_rows) else PLAIN_EVERY) == 0
         if longest and not self._wants_plain:
-            alpha, beta = self.posterior.parameters(slots)
-            mean = alpha / (alpha + beta)
-            theta = np.maximum(mean + TEMPER * (self._generator.beta(alpha, beta) - mean), LEAST_THETA)
-            average = self.calibration.mean_rate
-            self._own_odds[slots] = (alpha / beta * ((1 - average) / average)) ** REQUEST_WEIGHT
-            self._chain[slots, 1 : longest + 1] = theta[:, None] ** self.calibration.exponents[:longest]
+            self._draw(slots)
+
+    def _draw(self, slots: np.ndarray) -> None:
+        """Draw each row's theta, and with it the chances of its drafts."""
+        average = self.calibration.mean_rate
+        plan.begin(
+            self._generator,
+            slots,
+            self.posterior.parameters(slots),
+            TEMPER,
+            LEAST_THETA,
+            average / (1 - average),
+            REQUEST_WEIGHT,
+            self.calibration.exponents[: self._longest],
+            self._chain,
+            self._own_odds,
+        )
 
     def _curves(self, num_reqs: int) -> tuple[np.ndarray, np.ndarray]:
         """Times of verification by drafts and of a draft step by rows; two tokens a row more than can be drafted."""
@@ -117,10 +139,12 @@ class Goodput(DraftLengthPolicy):
         if confidence is None:
             self._survival[slots] = self._chain[slots, num_drafted]
         else:
-            rate = self.calibration.acceptance(confidence, num_drafted - 1)
-            odds = rate / (1 - rate) * self._own_odds[slots]
-            self._survival[slots] *= odds / (1 + odds)
+            self._survive(slots, num_drafted, confidence)
         return self._worthwhile(slots, num_drafted)
+
+    def _survive(self, slots: np.ndarray, num_drafted: int, confidence: np.ndarray) -> None:
+        rates = self.calibration.rates[num_drafted - 1]
+        plan.survive(slots, confidence, self.calibration.edges, rates, self._own_odds, self._survival)
 
     def _first_token(self, slots: np.ndarray) -> np.ndarray:
         nobody = np.zeros(len(slots), dtype=bool)
@@ -149,43 +173,24 @@ class Goodput(DraftLengthPolicy):
         if len(affordable):
             probed[rows[: affordable[-1] + 1]] = True
             self.guard.probed(num_rows, loss[affordable[-1]])
+        else:
+            self.guard.postpone()
         return probed
 
     def _worthwhile(self, slots: np.ndarray, num_drafted: int) -> np.ndarray:
         """Return the rows that draft one more, none if no number of further steps pays for itself."""
-        num_rows, done, chain = len(slots), self._num_drafts, self._chain[slots]
-        rate = self._rate * (1 - OPTION_VALUE / num_rows)
-        gain = (self._survival[slots] / chain[:, num_drafted])[:, None] * chain[:, num_drafted + 1 : self._longest + 1]
-        depths = np.arange(num_drafted + 1, self._longest + 1)
-        gain = np.where(depths <= self._limits[slots, None], gain, 0.0)
-        chosen = gain > 0.0
-        if num_rows > 1:
-            chosen &= self._worth_their_time(gain, rate)
-        rows = chosen.sum(axis=0)
-        tokens = np.cumsum((gain * chosen).sum(axis=0))
-        ms = self._verify[done + np.cumsum(rows)] - self._verify[done] + np.cumsum(self._draft[rows])
-        return chosen[:, 0] & ((tokens - rate * ms).max() > 0)
-
-    def _worth_their_time(self, gain: np.ndarray, rate: float) -> np.ndarray:
-        """Return which tokens are worth what they add to steps that are made anyway.
-
-        Args:
-            gain: [num_rows, depth] expected tokens, falling along a row.
-            rate: tokens per ms.
-        Returns:
-            [num_rows, depth] bool. The next step's rows are exact: the best number of them, by gain. For the steps
-            behind it costs are taken as straight lines.
-        """
-        num_rows, depth = gain.shape
-        done, verify, draft = self._num_drafts, self._verify, self._draft
-        slope = (verify[done + (depth + 1) * num_rows] - verify[done + num_rows]) / (depth * num_rows)
-        worth = gain > rate * (slope + (draft[num_rows] - draft[1]) / (num_rows - 1))
-        order = np.argsort(-gain[:, 0], kind="stable")
-        many = np.arange(1, num_rows + 1)
-        value = np.cumsum(gain[order, 0]) - rate * (verify[done + many] + draft[many])
-        worth[:, 0] = False
-        worth[order[: int(value.argmax()) + 1], 0] = True
-        return worth
+        return plan.worthwhile(
+            slots,
+            num_drafted,
+            self._longest,
+            self._limits,
+            self._survival,
+            self._chain,
+            self._num_drafts,
+            self._verify,
+            self._draft,
+            self._rate * (1 - OPTION_VALUE / max(len(slots), 1)),
+        )
 
     def observe(
         self, slots: np.ndarray, num_verified: np.ndarray, num_accepted: np.ndarray, shares: np.ndarray | None = None

@@ -47,6 +47,10 @@ class Guard:
         longest = MAX_BACKOFF * max(loss, 0.0) / (self.probe_budget * num_reqs)
         self._next_wait = max(FIRST_WAIT, min(2 * self._next_wait, longest))
 
+    def postpone(self) -> None:
+        """No probe is affordable now: look again in some rounds, not in every one."""
+        self._wait = FIRST_WAIT
+
     def paid(self) -> None:
         """Drafting gained something, or is believed to: probe again at once, and eagerly from then on."""
         self._wait, self._next_wait = 0.0, FIRST_WAIT

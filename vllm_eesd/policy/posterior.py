@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numba
 import numpy as np
 
 #: Learned priors kept (LoRA adapters, tenants); keys beyond that share the first one.
 MAX_PRIOR_KEYS = 64
 DEFAULT_KEY = ""
+#: No posterior remembers so many outcomes: larger ones in a file are damage, and their sum might overflow.
+MAX_COUNT = 1e9
 
 
 class BetaPosterior:
@@ -41,6 +44,8 @@ class BetaPosterior:
         self._key_index = {DEFAULT_KEY: 0}
         self._shared = np.zeros((2, MAX_PRIOR_KEYS))
         self._refresh_priors()
+        nobody = np.zeros(0, dtype=np.int64)
+        self.observe(nobody, nobody, nobody)  # compiles it, so that no request waits for that
 
     def fade(self, discount: float, idle_discount: float) -> None:
         """Multiply a request's counts every round by `discount`, or if none of its drafts was judged the other one.
@@ -94,19 +99,23 @@ class BetaPosterior:
             num_accepted: [num_rows] of those, the leading ones accepted.
             shares: [num_rows] bool, which rows teach their key's prior; None: all.
         """
-        if not num_verified.any():
-            self._counts[:, slots] *= self._idle_discount
-            return
-        outcome = np.array((num_accepted, num_accepted < num_verified), dtype=np.float64)
-        kept = np.where(num_verified > 0, self._discount, self._idle_discount)
-        self._counts[:, slots] = self._counts[:, slots] * kept + outcome
-        if self._memory:
-            self._teach_priors(self._key[slots], outcome if shares is None else outcome * shares)
-
-    def _teach_priors(self, keys: np.ndarray, outcome: np.ndarray) -> None:
-        counts = np.array([np.bincount(keys, row, MAX_PRIOR_KEYS) for row in outcome])
-        self._shared = self._shared * (1 - 1 / self._memory) ** counts.sum(axis=0) + counts
-        self._refresh_priors()
+        if shares is None:
+            shares = np.ones(len(slots), dtype=bool)
+        memory_kept = 1 - 1 / self._memory if self._memory else 0.0
+        judged = _count(
+            slots,
+            np.asarray(num_verified, dtype=np.int64),
+            np.asarray(num_accepted, dtype=np.int64),
+            shares,
+            self._discount,
+            self._idle_discount,
+            memory_kept,
+            self._counts,
+            self._key,
+            self._shared,
+        )
+        if judged and self._memory:
+            self._refresh_priors()
 
     def draw(self, slots: np.ndarray, generator: np.random.Generator) -> np.ndarray:
         """Return one Thompson draw per slot, [num_rows] float64 in [0, 1]."""
@@ -120,13 +129,45 @@ class BetaPosterior:
         """Take over learned priors that `state` gave.
 
         Raises:
-            ValueError: not two finite counts >= 0 for every key.
+            ValueError: not two counts from 0 to `MAX_COUNT` for every key.
         """
         restored = {key: np.array(counts, dtype=np.float64) for key, counts in state.items()}
         for key, counts in restored.items():
-            if counts.shape != (2,) or not (np.isfinite(counts).all() and (counts >= 0).all()):
-                raise ValueError(f"prior of key {key!r} is {counts.tolist()}, must be two finite counts >= 0")
+            if counts.shape != (2,) or not ((counts >= 0) & (counts <= MAX_COUNT)).all():
+                shown = f"{counts.tolist()}"
+                raise ValueError(f"prior of key {key!r:.80} is {shown:.80}, must be two counts from 0 to {MAX_COUNT:g}")
         for key, counts in restored.items():
             if self._index_of(key) or key == DEFAULT_KEY:  # keys beyond those kept would overwrite the first
                 self._shared[:, self._index_of(key)] = counts
         self._refresh_priors()
+
+
+@numba.njit(cache=True)
+def _count(
+    slots: np.ndarray,
+    num_verified: np.ndarray,
+    num_accepted: np.ndarray,
+    shares: np.ndarray,
+    discount: float,
+    idle_discount: float,
+    memory_kept: float,
+    counts: np.ndarray,
+    keys: np.ndarray,
+    shared: np.ndarray,
+) -> bool:
+    """Update `counts` [2, max_num_reqs] and, unless `memory_kept` is 0, `shared` [2, MAX_PRIOR_KEYS].
+
+    `memory_kept` is what older outcomes of a key are worth after one more. Return whether any draft was judged.
+    """
+    judged = False
+    for row, slot in enumerate(slots):
+        kept = discount if num_verified[row] > 0 else idle_discount
+        failed = 1 if num_accepted[row] < num_verified[row] else 0
+        counts[0, slot] = counts[0, slot] * kept + num_accepted[row]
+        counts[1, slot] = counts[1, slot] * kept + failed
+        judged = judged or num_verified[row] > 0
+        if memory_kept and shares[row]:
+            faded = memory_kept ** (num_accepted[row] + failed)
+            shared[0, keys[slot]] = shared[0, keys[slot]] * faded + num_accepted[row]
+            shared[1, keys[slot]] = shared[1, keys[slot]] * faded + failed
+    return judged

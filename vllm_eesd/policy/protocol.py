@@ -110,6 +110,18 @@ class DraftLengthPolicy:
         """Return the confidences of these slots' current drafts, [num_rows, MAX_SPECULATIVE_TOKENS] float32."""
         return self.confidences[slots]
 
+    def posterior_of(self, slots: np.ndarray) -> np.ndarray:
+        """Return alpha and beta of these slots, [2, num_rows] float64."""
+        return self.posterior.parameters(slots)
+
+    def recall(self, slots: np.ndarray, confidences: np.ndarray | float) -> None:
+        """Set the confidences of these slots' drafts: before `observe`, where other rounds began since.
+
+        Args:
+            confidences: [num_rows, MAX_SPECULATIVE_TOKENS] float32; NaN if unknown.
+        """
+        self.confidences[slots] = confidences
+
     def metrics(self, slots: np.ndarray) -> dict[str, Any]:
         """Return what the policy believes, in plain numbers.
 

@@ -48,7 +48,7 @@ def load_state(path: str | os.PathLike, posterior: BetaPosterior, calibration: C
     A file that is damaged or of another version is ignored with a warning: what it holds is learned again.
     """
     path = Path(path)
-    if not path.exists():
+    if not os.path.exists(path):  # unlike Path.exists, also for a name no file can have
         return False
     try:
         if path.stat().st_size > MAX_FILE_BYTES:
@@ -59,7 +59,7 @@ def load_state(path: str | os.PathLike, posterior: BetaPosterior, calibration: C
         # Both are tried on scratch copies first, so that half a damaged file changes nothing.
         Calibration().restore(state["calibration"])
         BetaPosterior(1).restore(state["priors"])
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
         logger.warning("eesd: policy_args.state_file %s is ignored: %s", path, " ".join(str(error).split()))
         return False
     calibration.restore(state["calibration"])

@@ -1,0 +1,129 @@
+"""The goodput policy against every fixed draft length and plain vLLM, live: the same prompts, interleaved.
+
+    python -P benchmarks/bench_live_policies.py models/eesd-code-10m [--batches 1,8] [--rounds 5] [--json OUT]
+
+Two engines run side by side: plain vLLM, and EESD, where each request names its own policy (`eesd_policy`,
+`eesd_max_draft_tokens`; `off` is `eesd_enabled: false`). Methods take turns within a round; ratios are paired by round.
+Random tokens are sampled at a temperature at which nothing can be predicted: drafting never pays there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+from vllm_eesd.bench.engines import EngineSettings, encode_prompts, start_engine
+from vllm_eesd.bench.hardware import provenance
+from vllm_eesd.bench.measure import rotated
+from vllm_eesd.bench.prompts import read_prompts
+
+PROMPTS = Path(__file__).resolve().parents[1] / "models" / "prompts"
+#: Name -> sampling temperature.
+WORKLOADS = {"held_out_code": 0.0, "repetitive_code": 0.0, "random_tokens": 2.0}
+LENGTHS = range(1, 9)
+OPTIONS: dict[str, dict[str, Any] | None] = {"off": {"eesd_enabled": False}, "goodput": None}
+OPTIONS |= {f"fixed {k}": {"eesd_policy": "fixed", "eesd_max_draft_tokens": k} for k in LENGTHS}
+METHODS = ["plain", *OPTIONS]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("--workloads", default=",".join(WORKLOADS))
+    parser.add_argument("--batches", default="1,8")
+    parser.add_argument("--prompts", type=int, default=4, help="per workload, at least a batch")
+    parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    settings, batches = EngineSettings(args.model), [int(batch) for batch in args.batches.split(",")]
+    count = max(args.prompts, *batches)
+    prompts = {}
+    for name in args.workloads.split(","):
+        texts = read_prompts(PROMPTS / f"{name}.jsonl")[:count]
+        _, prompts[name], max_model_len = encode_prompts(args.model, texts, args.max_tokens, lambda text: None)
+    engines = {
+        "eesd": start_engine(settings, 1024, 2, **settings.method_arguments("eesd")),
+        "plain": start_engine(settings, 1024, 2),
+    }
+    rows = []
+    for name, encoded in prompts.items():
+        for batch in batches:
+            used = encoded[: max(args.prompts, batch)]
+            times = measure(engines, used, batch, args.max_tokens, WORKLOADS[name], args.rounds)
+            rows += summarise(name, batch, times)
+            print_rows(rows[-len(METHODS) :])
+    for llm in engines.values():
+        llm.llm_engine.engine_core.shutdown()
+    if args.json:
+        shared = {"model": args.model, "max_tokens": args.max_tokens, "rounds": args.rounds} | provenance()
+        args.json.write_text(json.dumps([row | shared for row in rows], indent=1) + "\n")
+
+
+def measure(
+    engines: dict[str, Any], prompts: list[list[int]], batch: int, max_tokens: int, temperature: float, rounds: int
+) -> dict[str, list[float]]:
+    """Return the seconds of every method in every round; one round before the first is not counted."""
+    times: dict[str, list[float]] = {method: [] for method in METHODS}
+    expected = None
+    for number in range(rounds + 1):
+        for method in rotated(METHODS, number):
+            llm = engines["plain" if method == "plain" else "eesd"]
+            llm.reset_prefix_cache()
+            began = time.perf_counter()
+            outputs = generate(llm, prompts, batch, max_tokens, temperature, OPTIONS.get(method))
+            if number:
+                times[method].append(time.perf_counter() - began)
+            if temperature == 0:
+                expected = expected or outputs
+                if outputs != expected:
+                    raise SystemExit(f"NOT LOSSLESS: {method}, batch {batch}: greedy output differs")
+    return times
+
+
+def generate(
+    llm: Any, prompts: list[list[int]], batch: int, max_tokens: int, temperature: float, options: Any
+) -> list[list[int]]:
+    from vllm import SamplingParams, TokensPrompt
+
+    params = SamplingParams(
+        temperature=temperature, max_tokens=max_tokens, ignore_eos=True, detokenize=False, extra_args=options
+    )
+    outputs = []
+    for first in range(0, len(prompts), batch):
+        inputs = [TokensPrompt(prompt_token_ids=tokens) for tokens in prompts[first : first + batch]]
+        outputs += llm.generate(inputs, params, use_tqdm=False)
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def summarise(workload: str, batch: int, times: dict[str, list[float]]) -> list[dict[str, Any]]:
+    """Return one row per method: paired speedup over plain, and goodput's over the method."""
+    rows = []
+    for method, seconds in times.items():
+        plain = [theirs / ours for theirs, ours in zip(times["plain"], seconds, strict=True)]
+        goodput = [theirs / ours for theirs, ours in zip(seconds, times["goodput"], strict=True)]
+        row = {"workload": workload, "batch": batch, "method": method}
+        for key, ratios in (("vs_plain", plain), ("goodput_vs_it", goodput)):
+            row[key] = round(statistics.median(ratios), 3)
+            row[f"{key}_spread"] = [round(min(ratios), 3), round(max(ratios), 3)]
+        rows.append(row)
+    return rows
+
+
+def print_rows(rows: list[dict[str, Any]]) -> None:
+    print(f"{rows[0]['workload']}, batch {rows[0]['batch']}", flush=True)
+    for row in rows:
+        (low, high), (worst, best) = row["vs_plain_spread"], row["goodput_vs_it_spread"]
+        print(
+            f"  {row['method']:8} {row['vs_plain']:.2f}x plain ({low:.2f}-{high:.2f}); "
+            f"goodput {row['goodput_vs_it']:.2f}x it ({worst:.2f}-{best:.2f})",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,137 @@
+"""What is written of every round, and what becomes of a file that is full, torn or not ours."""
+
+import json
+import os
+import stat
+import time
+
+import numpy as np
+import pytest
+
+from vllm_eesd import round_trace
+from vllm_eesd.policy import BetaPosterior, CostModel, Dispatch, build_policy
+from vllm_eesd.round_trace import Judged, RoundTrace, check_trace_file, read_rounds
+
+SLOTS = np.array([2, 0])
+
+
+@pytest.fixture
+def policy():
+    """Two requests; slot 2 uses the default policy, slot 0 another one, with a posterior of its own."""
+    costs = CostModel()
+    made = Dispatch("goodput", lambda name: build_policy(name, BetaPosterior(4, 3.0, 1.0), 0, {}, costs))
+    made.choose(SLOTS, [None, "fixed"])
+    made.reset(SLOTS)
+    for rows in made._split(SLOTS):
+        rows[0].confidences[SLOTS, :3] = np.array([[0.91, 0.5, 0.25], [0.8, np.nan, np.nan]])
+    return made
+
+
+def write(path, policy, rounds=1, **options):
+    trace = RoundTrace(str(path), {"num_speculative_tokens": 8}, **options)
+    judged = [Judged("a", [7, 8, 9], [7, 8, 1]), Judged("b", [5], [5, 6])]
+    for _ in range(rounds):
+        trace.add(judged, SLOTS, policy, time.perf_counter() - 0.002, [(2, 0.5), (1, 0.4), (1, 0.3)], (2, 0.1))
+    trace.close()
+
+
+def test_a_round_is_a_line_per_request(tmp_path, policy):
+    policy.observe(SLOTS[1:], np.array([1]), np.array([0]))  # slot 0's request is believed to be harder
+    write(tmp_path / "rounds.jsonl", policy)
+    first, second = read_rounds(tmp_path / "rounds.jsonl")
+    assert (first["request"], first["draft"], first["accepted"], first["emitted"]) == ("a", [7, 8, 9], 2, [7, 8, 1])
+    assert first["confidences"] == [0.91, 0.5, 0.25]
+    assert (second["draft"], second["accepted"], second["confidences"]) == ([5], 1, [0.8])
+    assert first["draft_steps_ms"] == [0.5, 0.4, 0.3] and first["draft_rest_ms"] == 0.1
+    assert 2 <= first["verify_ms"] < 1000 and first["batch"] == 2
+    assert first["draft_step_ms"] == pytest.approx(0.125 * first["plain_ms"])
+    assert first["posterior_mean"] == 0.75 and second["posterior_mean"] == 0.6
+    low, high = first["posterior_interval"]
+    assert 0.3 < low < 0.45 and 0.97 < high < 1  # Beta(3, 1): 0.368 and 0.983
+
+
+def test_unknown_confidences_are_null_and_rounds_without_drafts_are_rounds(tmp_path, policy):
+    trace = RoundTrace(str(tmp_path / "rounds.jsonl"), {})
+    judged = [Judged("a", [], [4]), Judged("b", [5, 6], [9])]
+    trace.add(judged, SLOTS, policy, time.perf_counter(), [], None)
+    trace.close()
+    first, second = read_rounds(tmp_path / "rounds.jsonl")
+    assert (first["draft"], first["accepted"], first["draft_steps_ms"]) == ([], 0, [])
+    assert second["confidences"] == [0.8, None]
+
+
+def test_writing_waits_for_nobody(tmp_path, policy, monkeypatch):
+    monkeypatch.setattr(round_trace, "FLUSH_EVERY_S", 0.01)
+    trace = RoundTrace(str(tmp_path / "rounds.jsonl"), {})
+    trace.add([Judged("a", [], [4])], SLOTS[:1], policy, time.perf_counter(), [], None)
+    deadline = time.monotonic() + 60
+    while not read_rounds(tmp_path / "rounds.jsonl"):
+        assert time.monotonic() < deadline, "the writer never wrote"
+        time.sleep(0.01)
+    trace.close()
+
+
+def test_a_full_file_is_said_once_and_left_alone(tmp_path, policy, caplog):
+    path = tmp_path / "rounds.jsonl"
+    write(path, policy, rounds=20, max_bytes=2000)
+    full = path.stat().st_size
+    assert full >= 2000 and caplog.text.count("is full") == 1
+    write(path, policy, rounds=20, max_bytes=2000)
+    assert path.stat().st_size - full < 200, "a header, and no rounds behind it"
+    assert len(read_rounds(path)) == 40
+
+
+def test_a_second_start_appends(tmp_path, policy):
+    write(tmp_path / "rounds.jsonl", policy)
+    write(tmp_path / "rounds.jsonl", policy)
+    assert len(read_rounds(tmp_path / "rounds.jsonl")) == 4
+
+
+def test_half_a_last_line_is_left_out_and_half_a_line_elsewhere_is_named(tmp_path, policy):
+    path = tmp_path / "rounds.jsonl"
+    write(path, policy, rounds=2)
+    whole = path.read_text()
+    path.write_text(whole[:-30])
+    assert len(read_rounds(path)) == 3
+    path.write_text(whole.replace('"emitted"', '"emit', 1))
+    with pytest.raises(ValueError, match="rounds.jsonl: not a round trace: line 2"):
+        read_rounds(path)
+
+
+@pytest.mark.parametrize("content", ["{}\n", "[1]\n", "x\n", '{"format":"eesd-rounds","version":2}\n'])
+def test_other_files_are_refused(tmp_path, content):
+    (tmp_path / "other").write_text(content)
+    with pytest.raises(ValueError, match="other: not a round trace: line 1"):
+        read_rounds(tmp_path / "other")
+
+
+def test_a_disk_that_fails_ends_the_writing_only(tmp_path, policy, caplog):
+    if not os.path.exists("/dev/full"):
+        pytest.skip("no /dev/full here")
+    trace = RoundTrace("/dev/full", {})
+    trace.add([Judged("a", [], [4])], SLOTS[:1], policy, time.perf_counter(), [], None)
+    trace.close()
+    assert caplog.text.count("writing ends") == 1
+
+
+@pytest.mark.parametrize("value", ["", 3, "/nowhere/at/all.jsonl", "/", "a\0b", {}])
+def test_a_path_that_cannot_be_written_is_one_line(value):
+    with pytest.raises(ValueError, match=r"policy_args\.trace_file=.* is not valid \(.*\): must name") as error:
+        check_trace_file(value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_new_file_is_its_owners_alone(tmp_path):
+    check_trace_file(str(tmp_path / "rounds.jsonl"))
+    check_trace_file(None)
+    assert stat.S_IMODE((tmp_path / "rounds.jsonl").stat().st_mode) == 0o600
+
+
+def test_every_policy_takes_it_and_no_request_can(tmp_path):
+    from vllm_eesd.policy import POLICIES
+    from vllm_eesd.request_options import RequestOptions
+
+    for name in POLICIES:
+        build_policy(name, BetaPosterior(1), 0, {"trace_file": str(tmp_path / "rounds.jsonl")})
+    with pytest.raises(ValueError):
+        RequestOptions.parse({"eesd_trace_file": json.dumps(str(tmp_path))})

@@ -1,0 +1,226 @@
+"""Round traces: what happened in every round, written while the engine serves (`policy_args.trace_file`).
+
+A file holds JSON lines. One header per start of an engine,
+
+    {"format": "eesd-rounds", "version": 1, "num_speculative_tokens": K, ...}
+
+and one line per request and round, in the order the target judged them:
+
+    {"request": id, "at_s": seconds since the header, when the round's drafting began,
+     "draft": [token ids the target judged], "confidences": [one per draft token, 3 digits, null if unknown],
+     "accepted": how many of them, from the left, "emitted": [token ids: the accepted ones and the target's own],
+     "batch": requests that decoded in the step, "draft_steps_ms": [of the batch], "draft_rest_ms": of the batch,
+     "verify_ms": the step outside drafting, "plain_ms": what the cost model takes a plain step of that batch to cost,
+     "draft_step_ms": the same of a draft step, "posterior_mean": ..., "posterior_interval": [5%, 95%]}
+
+The posterior and the costs are those the round was drafted with, the times were measured. A prompt's chunks and a
+request's first token are no rounds. Whoever is behind `request` and what was generated can be read from the file: it is
+as confidential as the requests are.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import logging
+import os
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from io import FileIO
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from vllm_eesd.policy import DraftLengthPolicy
+from vllm_eesd.policy.protocol import INTERVAL_DRAWS
+
+FORMAT, VERSION = "eesd-rounds", 1
+#: A round takes about 400 bytes: a million rounds fit. Then the file is full and nothing more is written.
+MAX_FILE_BYTES = 512 << 20
+#: Records wait in memory for so long, and no longer than that is lost if a process is killed.
+FLUSH_EVERY_S = 0.5
+#: More than can pile up in that time, unless the disk hangs: then rounds are dropped, not memory filled.
+MAX_WAITING = 100_000
+
+logger = logging.getLogger(__name__)
+
+
+class Judged(NamedTuple):
+    """One batch row whose draft the target just judged.
+
+    Attributes:
+        request_id: the engine's id.
+        draft: the draft tokens judged.
+        emitted: the accepted ones and the target's own next token.
+    """
+
+    request_id: str
+    draft: list[int]
+    emitted: list[int]
+
+
+def check_trace_file(path: Any) -> None:
+    """Refuse a `policy_args.trace_file` that cannot be written; None is none. The file is created if it is not there.
+
+    Raises:
+        ValueError: one line: the value, the reason, what is allowed.
+    """
+    if path is None:
+        return
+    if isinstance(path, str) and path:
+        try:
+            _open(path).close()
+            return
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or str(error)
+    else:
+        reason = "not a path"
+    raise ValueError(
+        f"eesd: policy_args.trace_file={path!r:.200} is not valid ({reason}): must name a file that can be written"
+    )
+
+
+def _open(path: str) -> FileIO:
+    """Open to append; a new file is its owner's alone, for it holds what users generated."""
+    # Unbuffered: what a full disk refused must not be tried again when the file is closed.
+    return open(path, "ab", buffering=0, opener=lambda name, flags: os.open(name, flags, 0o600))
+
+
+class RoundTrace:
+    """Appends rounds to a file; formatting and writing happen in a thread of its own, off the engine's path.
+
+    Args:
+        path: appended to.
+        header: further fields of the header line, as JSON takes them.
+        max_bytes: the file's size at which writing ends.
+    """
+
+    def __init__(self, path: str, header: dict[str, Any], max_bytes: int = MAX_FILE_BYTES) -> None:
+        self._file = _open(path)
+        self._path, self._max_bytes = path, max_bytes
+        self._began_s = time.perf_counter()
+        self._waiting: list[dict[str, Any]] = []
+        self._lock = threading.Lock()
+        self._closing = threading.Event()
+        self._write_lines([{"format": FORMAT, "version": VERSION, **header}])
+        self._writer = threading.Thread(target=self._write_on, name="eesd-round-trace", daemon=True)
+        self._writer.start()
+        atexit.register(self.close)
+
+    def add(
+        self,
+        judged: list[Judged],
+        slots: np.ndarray,
+        policy: DraftLengthPolicy,
+        drafted_s: float,
+        draft_steps: Sequence[tuple[int, float]],
+        draft_rest: tuple[int, float] | None,
+    ) -> None:
+        """Take in one step's rounds, before the policy learns of their outcome.
+
+        Args:
+            judged: the rows that decoded.
+            slots: [len(judged)] int64, the policy's slot of each.
+            policy: still holds the confidences and the beliefs the drafts were made with.
+            drafted_s: when drafting ended and the step began, `time.perf_counter()`.
+            draft_steps: (rows, ms) of each draft step.
+            draft_rest: the same of drafting outside its steps; None where nobody drafted.
+        """
+        steps_ms, rest_ms = [ms for _, ms in draft_steps], 0.0 if draft_rest is None else draft_rest[1]
+        num_reqs = len(judged)
+        shared = {
+            "at_s": drafted_s - self._began_s - (sum(steps_ms) + rest_ms) / 1e3,
+            "batch": num_reqs,
+            "draft_steps_ms": steps_ms,
+            "draft_rest_ms": rest_ms,
+            "verify_ms": (time.perf_counter() - drafted_s) * 1e3,
+            "plain_ms": float(policy.costs.verify_curve(num_reqs, 0)[0]),
+            "draft_step_ms": float(policy.costs.draft_curve(num_reqs)[num_reqs]),
+        }
+        step = {"judged": judged, "confidences": policy.confidences_of(slots), "shared": shared}
+        step["posterior"] = policy.posterior_of(slots)
+        with self._lock:
+            if len(self._waiting) < MAX_WAITING:
+                self._waiting.append(step)
+
+    def close(self) -> None:
+        """Write what waits and end; a second call changes nothing."""
+        self._closing.set()
+        self._writer.join()
+        self._file.close()
+        atexit.unregister(self.close)
+
+    def _write_on(self) -> None:
+        while not self._closing.wait(FLUSH_EVERY_S):
+            self._flush()
+        self._flush()
+
+    def _flush(self) -> None:
+        with self._lock:
+            steps, self._waiting = self._waiting, []
+        if self._max_bytes and steps:
+            self._write_lines(line for step in steps for line in _lines(step))
+
+    def _write_lines(self, lines: Iterable[dict[str, Any]]) -> None:
+        try:
+            data = "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines).encode()
+            if self._file.write(data) < len(data):
+                raise OSError("the disk is full")
+            if os.fstat(self._file.fileno()).st_size >= self._max_bytes:
+                logger.warning("eesd: policy_args.trace_file %s is full, no more rounds are written", self._path)
+                self._max_bytes = 0
+        except OSError as error:
+            logger.warning("eesd: policy_args.trace_file %s: writing ends: %s", self._path, error)
+            self._max_bytes = 0
+
+
+def _lines(step: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The file's lines for one step, floats cut to the digits that mean something."""
+    shared = {key: _rounded(value) for key, value in step["shared"].items()}
+    alpha, beta = step["posterior"]
+    draws = np.random.default_rng(0).beta(alpha, beta, size=(INTERVAL_DRAWS, len(alpha)))
+    intervals = np.quantile(draws, (0.05, 0.95), axis=0).T.tolist()
+    means = (alpha / (alpha + beta)).tolist()
+    for row, judged in enumerate(step["judged"]):
+        confidences = step["confidences"][row, : len(judged.draft)].tolist()
+        yield {
+            "request": judged.request_id,
+            "draft": judged.draft,
+            "confidences": [None if value != value else round(value, 3) for value in confidences],
+            "accepted": len(judged.emitted) - 1,
+            "emitted": judged.emitted,
+            **shared,
+            "posterior_mean": _rounded(means[row]),
+            "posterior_interval": _rounded(intervals[row]),
+        }
+
+
+def _rounded(value: Any) -> Any:
+    """Tenths of microseconds, for ms; a ten-thousandth for a probability."""
+    return [_rounded(item) for item in value] if isinstance(value, list) else round(value, 4)
+
+
+def read_rounds(path: str | os.PathLike) -> list[dict[str, Any]]:
+    """Return a file's rounds, in order; a last line that was not written to its end is left out.
+
+    Raises:
+        ValueError: not a round trace of this version, or damaged; the line is named.
+        OSError: no such file.
+    """
+    with open(path, encoding="utf-8", errors="replace") as file:
+        lines = file.read().split("\n")[:-1]  # behind the last line end stands nothing, or half a line
+    rounds = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            record = json.loads(line)
+            if "format" in record or number == 1:
+                if (record.get("format"), record.get("version")) != (FORMAT, VERSION):
+                    raise ValueError(f"format and version must be {FORMAT!r} and {VERSION}")
+                continue
+            len(record["draft"]), len(record["confidences"]), record["request"], record["emitted"][record["accepted"]]
+        except (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError) as error:
+            reason = " ".join(str(error).split())
+            raise ValueError(f"{path}: not a round trace: line {number} ({type(error).__name__}: {reason})") from None
+        rounds.append(record)
+    return rounds
