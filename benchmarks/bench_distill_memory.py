@@ -52,7 +52,10 @@ def main() -> int:
 def write_tokens(path: Path, count: int, model: str) -> None:
     vocab_size = json.loads((Path(model) / "config.json").read_text())["vocab_size"]
     dtype = np.uint16 if vocab_size <= 1 << 16 else np.uint32
-    np.random.default_rng(0).integers(0, vocab_size, count).astype(dtype).tofile(path)
+    generator = np.random.default_rng(0)
+    with path.open("wb") as file:
+        for _ in range(0, count, MIB):  # a child's peak starts at its parent's size
+            file.write(generator.integers(0, vocab_size, min(count, MIB), dtype=dtype).tobytes())
 
 
 def measure(model: str, exit_layer: int, path: Path) -> dict[str, int]:

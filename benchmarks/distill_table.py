@@ -1,8 +1,9 @@
 """Which loss, initialisation and data distil best: every combination at equal steps, as the table of docs/distill.md.
 
-    python -P benchmarks/distill_table.py models/eesd-code-10m --exit-layer 2 --train train.bin --held-out held_out.bin
+    python -P benchmarks/distill_table.py models/eesd-code-10m --exit-layers 2 --train train.bin --held-out held_out.bin
 
-Each run is kept under --work and not repeated; rows are ordered by tokens per round on the target's own greedy text.
+Each run is kept under --work and not repeated; what the target writes itself is written once. Rows are ordered by
+tokens per round on the target's own greedy text.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import shutil
 from pathlib import Path
 
 import torch
@@ -25,7 +27,7 @@ SOURCES = {"text": 0, "text + own": 1}
 def main() -> None:
     args = read_arguments()
     torch.set_num_threads(args.threads)
-    chosen = itertools.product(args.losses, args.inits, args.head_types, SOURCES)
+    chosen = itertools.product(args.exit_layers, args.losses, args.inits, args.head_types, args.sources)
     rows = [measure(args, *combination) for combination in chosen]
     rows.sort(key=lambda row: -row["greedy_tokens_per_round"])
     table = markdown(rows)
@@ -36,7 +38,7 @@ def main() -> None:
 def read_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
-    parser.add_argument("--exit-layer", type=int, required=True)
+    parser.add_argument("--exit-layers", type=int, nargs="+", required=True)
     parser.add_argument("--train", nargs="+", required=True)
     parser.add_argument("--held-out", nargs="+", required=True)
     parser.add_argument("--steps", type=int, default=400)
@@ -46,38 +48,55 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--losses", nargs="+", choices=LOSS_NAMES, default=LOSS_NAMES)
     parser.add_argument("--inits", nargs="+", choices=INITS, default=INITS)
     parser.add_argument("--head-types", nargs="+", default=["transformer"])
+    parser.add_argument("--sources", nargs="+", choices=SOURCES, default=list(SOURCES))
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--work", type=Path, default=Path("build/distill_table"))
     return parser.parse_args()
 
 
-def measure(args: argparse.Namespace, loss: str, init: str, head_type: str, source: str) -> dict:
+def measure(args: argparse.Namespace, exit_layer: int, loss: str, init: str, head_type: str, source: str) -> dict:
     """Return one row; every combination sees the same steps, batches and seed."""
-    name = f"{loss}-{init}-{head_type}-{'own' if SOURCES[source] else 'text'}"
+    name = f"{exit_layer}-{loss}-{init}-{head_type}-{'own' if SOURCES[source] else 'text'}"
     directory = args.work / name
     if not (directory / "out.json").exists():
         print(f"== {name}", flush=True)
-        run(distill_arguments(args, directory, loss, init, head_type, args.windows * SOURCES[source]))
+        windows = args.windows * SOURCES[source]
+        directory.mkdir(parents=True, exist_ok=True)
+        if windows:
+            copy_generated(args.work, directory)
+        run(distill_arguments(args, directory, exit_layer, loss, init, head_type, windows))
+        if windows:
+            copy_generated(directory, args.work)
     record = json.loads((directory / "out.json").read_text())
     before, after = record["before"], record["after"]
     return {
+        "exit_layer": exit_layer,
         "loss": loss,
         "init": init,
         "head": head_type,
         "data": source,
         "steps": record["steps"],
+        "tokens": record["tokens"],
         "text_agreement": after["text"]["agreement"],
         "text_overlap": after["text"]["overlap"],
+        "greedy_agreement": after["greedy"]["agreement"],
         "greedy_tokens_per_round": 1 + after["greedy"]["expected_matches"],
         "untrained_tokens_per_round": 1 + before["greedy"]["expected_matches"],
     }
 
 
+def copy_generated(source: Path, destination: Path) -> None:
+    """Copy what the target wrote, if it is there: it depends on the target and the seed only."""
+    for name in ("generated.bin", "generated.json"):
+        if (source / name).exists():
+            shutil.copy(source / name, destination / name)
+
+
 def distill_arguments(
-    args: argparse.Namespace, directory: Path, loss: str, init: str, head_type: str, windows: int
+    args: argparse.Namespace, directory: Path, exit_layer: int, loss: str, init: str, head_type: str, windows: int
 ) -> argparse.Namespace:
-    given = {"model": args.model, "exit_layer": args.exit_layer, "data": args.train, "held_out": args.held_out}
+    given = {"model": args.model, "exit_layer": exit_layer, "data": args.train, "held_out": args.held_out}
     given |= {"output": str(directory / "head"), "work": str(directory), "json": str(directory / "out.json")}
     given |= {"steps": args.steps, "batch": args.batch, "seq_len": args.seq_len, "seed": args.seed, "minutes": None}
     # What is measured must not depend on what was trained on: the target's own greedy text is always measured.
@@ -87,14 +106,13 @@ def distill_arguments(
 
 def markdown(rows: list[dict]) -> str:
     lines = [
-        "| loss | init | head | data | agreement (text) | overlap (text) | tokens per round (greedy) | untrained |",
-        "|---|---|---|---|---|---|---|---|",
+        "| N | head | loss | init | data | agreement (text) | overlap (text) | agreement (greedy) | tokens per round |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for r in rows:
-        lines.append(
-            f"| {r['loss']} | {r['init']} | {r['head']} | {r['data']} | {r['text_agreement']:.3f} | "
-            f"{r['text_overlap']:.3f} | {r['greedy_tokens_per_round']:.2f} | {r['untrained_tokens_per_round']:.2f} |"
-        )
+        named = f"| {r['exit_layer']} | {r['head']} | {r['loss']} | {r['init']} | {r['data']} | "
+        measured = (r["text_agreement"], r["text_overlap"], r["greedy_agreement"])
+        lines.append(named + " | ".join(f"{m:.3f}" for m in measured) + f" | {r['greedy_tokens_per_round']:.2f} |")
     return "\n".join(lines)
 
 

@@ -42,6 +42,9 @@ def make_config(**changes) -> ExitHeadConfig:
     return ExitHeadConfig(**(fields | changes))
 
 
+MOE_CONFIG = LAYER_CONFIG | {"model_type": "qwen3_moe", "num_experts": 4, "moe_intermediate_size": 24}
+
+
 def make_target(**changes) -> SimpleNamespace:
     fields = LAYER_CONFIG | {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": LAYERS, "vocab_size": VOCAB}
     return SimpleNamespace(**(fields | changes))
@@ -135,6 +138,7 @@ def test_write_head_replaces_a_head_and_nothing_else(head, tmp_path):
         ),
         ("llama", {"mlp_bias": True}, {"layer.mlp.gate_proj.bias": (48,), "layer.mlp.down_proj.bias": (32,)}),
         ("qwen2", {}, {"layer.self_attn.q_proj.bias": (32,), "layer.self_attn.v_proj.bias": (16,)}),
+        ("granite", {"mlp_bias": True}, {"layer.mlp.up_proj.bias": (48,)}),
         ("qwen3", {}, {"layer.self_attn.q_norm.weight": (8,), "layer.self_attn.k_norm.weight": (8,)}),
     ],
 )
@@ -142,6 +146,27 @@ def test_tensors_of_other_layers(model_type, flags, extra):
     plain = expected_shapes(make_config())
     shapes = expected_shapes(make_config(transformer_layer_config=LAYER_CONFIG | flags | {"model_type": model_type}))
     assert shapes.items() >= (plain | extra).items()
+
+
+def test_tensors_of_an_mlp_head():
+    shapes = expected_shapes(make_config(head_type="mlp"))
+    assert shapes == {
+        "mlp.gate_proj.weight": (48, 32),
+        "mlp.up_proj.weight": (48, 32),
+        "mlp.down_proj.weight": (32, 48),
+        "input_norm.weight": (32,),
+        "norm.weight": (32,),
+    }
+
+
+def test_tensors_of_a_layer_with_experts():
+    shapes = expected_shapes(make_config(transformer_layer_config=MOE_CONFIG))
+    mlp = {name: shape for name, shape in shapes.items() if ".mlp." in name}
+    assert mlp == {
+        "layer.mlp.gate.weight": (4, 32),
+        "layer.mlp.experts.gate_up_proj": (4, 48, 32),
+        "layer.mlp.experts.down_proj": (4, 32, 24),
+    }
 
 
 def test_directory_missing(tmp_path):
@@ -183,7 +208,12 @@ def test_config_is_no_heads(tmp_path, content, word):
         ({"exit_layer": True}, ("exit_layer",)),
         ({"exit_layer": "2"}, ("exit_layer",)),
         ({"head_type": "headless", "exit_layer": LAYERS + 1}, ("exit_layer", "1 to 6")),
-        ({"head_type": "mlp"}, ("head_type", "reserved")),
+        (
+            {"head_type": "mlp", "transformer_layer_config": MOE_CONFIG},
+            ("head_type", "'mlp'", "qwen3_moe", "experts"),
+        ),
+        ({"transformer_layer_config": MOE_CONFIG | {"mlp_only_layers": [1]}}, ("mlp_only_layers", "[1]")),
+        ({"transformer_layer_config": MOE_CONFIG | {"num_experts": None}}, ("num_experts", "None")),
         ({"head_type": "magic"}, ("head_type", "headless", "transformer")),
         ({"draft_vocab_size": 32}, ("draft_vocab_size", "null")),
         ({"prior": {"alpha": 0, "beta": 1}}, ("prior.alpha", "above 0")),

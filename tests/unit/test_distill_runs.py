@@ -138,7 +138,7 @@ def test_parts_of_a_step_change_nothing_but_memory(model_dir, text):
 
 
 def test_two_processes_train_what_one_does(model_dir, text, tmp_path):
-    """Launched as torch's and accelerate's launchers do it: by environment variables, over gloo on a CPU."""
+    """Launched as torch's launcher does it: by environment variables, over gloo on a CPU."""
     finish(start(command_line(model_dir, text, tmp_path / "one", tmp_path / "work_one")))
     with socket.socket() as free:
         free.bind(("localhost", 0))

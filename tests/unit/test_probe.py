@@ -165,6 +165,7 @@ def test_own_text_is_the_targets_and_repeatable(target):
 def test_run_prints_and_writes(model_dir, tmp_path, capsys):
     plot = tmp_path / "new" / "probe.svg"
     pytest.importorskip("matplotlib")
+    (tmp_path / "out.json").write_text("of an earlier run")
     assert run(make_args(model_dir, json=str(tmp_path / "out.json"), plot=str(plot))) == 0
     out = capsys.readouterr().out
     assert "verdict: " in out and "\nnext: " in out

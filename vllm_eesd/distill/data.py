@@ -157,7 +157,7 @@ def _jsonl_texts(path: Path) -> Iterator[tuple[str, bool]]:
             continue
         try:
             row = json.loads(line)
-        except (json.JSONDecodeError, RecursionError):
+        except (ValueError, RecursionError):  # ValueError: also a number of too many digits
             raise ValueError(f"data: {path}, line {number}: not JSON") from None
         text = (
             next((row[f] for f in TEXT_FIELDS if isinstance(row.get(f), str)), None) if isinstance(row, dict) else None

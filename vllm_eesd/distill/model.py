@@ -96,6 +96,25 @@ class ExitHead(nn.Module):
         return self.norm(self.layer(exit_hidden, attention_mask=None, position_embeddings=rotary))
 
 
+class MlpHead(nn.Module):
+    """Norm, the MLP of a decoder layer with its residual, RMSNorm: no attention, so no KV to fill."""
+
+    head_type = "mlp"
+
+    def __init__(self, layer: nn.Module, norm: nn.Module) -> None:
+        super().__init__()
+        self.input_norm, self.mlp = layer.post_attention_layernorm, layer.mlp
+        self.norm = copy.deepcopy(norm).requires_grad_(True)
+        self._share = getattr(layer, "residual_multiplier", 1.0)  # Granite has one
+
+    def forward(
+        self, exit_hidden: Tensor, target_hidden: Tensor, rotary: tuple[Tensor, Tensor], block_starts: Tensor
+    ) -> Tensor:
+        """Return the normed hidden state; see `ExitHead.forward`."""
+        del target_hidden, rotary, block_starts
+        return self.norm(exit_hidden + self.mlp(self.input_norm(exit_hidden)) * self._share)
+
+
 class HeadlessHead(nn.Module):
     """The target's own final norm: nothing trained."""
 
@@ -191,7 +210,7 @@ def _heads(projected: Tensor, head_dim: int, norm: nn.Module | None = None) -> T
     return (heads if norm is None else norm(heads)).transpose(1, 2)
 
 
-HEAD_CLASSES = {head.head_type: head for head in (HeadlessHead, ExitHead, DeepContextHead)}
+HEAD_CLASSES = {head.head_type: head for head in (HeadlessHead, ExitHead, DeepContextHead, MlpHead)}
 
 
 def load_target(name_or_path: str, exit_layer: int | None, device: str) -> Target:

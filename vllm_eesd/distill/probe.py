@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -61,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
         ValueError: a wrong argument or unusable text, before anything is measured.
     """
     for path in filter(None, (args.json, args.plot)):
-        check_writable(path, 0, "output")
+        check_writable(Path(path).parent, 0, "output")
     check_plot(args.plot)
     target = load_target(args.model, 1, "cuda" if torch.cuda.is_available() else "cpu")
     windows = measuring_windows(target, args.model, args.text, args.windows, args.seq_len)

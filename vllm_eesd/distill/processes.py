@@ -1,4 +1,4 @@
-"""Several processes that distill one head together, as `accelerate launch` or `torchrun` starts them."""
+"""Several processes that distill one head together, as torch's launcher (`torchrun`) starts them."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ class TrainConfig(BaseModel):
     init: str = "last"
     loss: Literal[LOSS_NAMES] = "forward_kl"
     jsd_beta: float = Field(0.5, gt=0, lt=1)
-    head_type: Literal["transformer", "deep_context"] = "deep_context"
+    head_type: Literal["transformer", "deep_context", "mlp"] = "deep_context"
     seed: int = Field(0, ge=0)
     compile: bool = False
 
@@ -172,9 +172,7 @@ def uses_bfloat16(device: str) -> bool:
     return device == "cuda" or torch.cpu._is_avx512_bf16_supported()
 
 
-def _step_loss(
-    target: Target, head: nn.Module, config: TrainConfig, device: str
-) -> Callable[[Tensor, Tensor], Tensor]:
+def _step_loss(target: Target, head: nn.Module, config: TrainConfig, device: str) -> Callable[[Tensor, Tensor], Tensor]:
     loss, on_text = build_loss(config.loss, config.jsd_beta), config.loss == "ce_text"
 
     def step_loss(ids: Tensor, block_starts: Tensor) -> Tensor:

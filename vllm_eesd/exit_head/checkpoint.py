@@ -29,6 +29,8 @@ SPECULATORS_VERSION = "0.3.0"
 # A head's config is a few KiB and its safetensors header about 1 KiB: anything far larger is not a head.
 MAX_CONFIG_BYTES = 1 << 20
 MAX_HEADER_BYTES = 1 << 20
+# Four times a float32 layer of the widest models there are; a sparse file can claim any size.
+MAX_WEIGHTS_BYTES = 1 << 35
 WEIGHT_DTYPES = {"F32", "F16", "BF16"}
 PICKLE_SUFFIXES = {".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt"}
 # What must agree between the head's layer and the target's, where both state it.
@@ -81,8 +83,9 @@ class ExitHeadConfig(BaseModel):
     Attributes:
         exit_layer: N; the head reads the hidden state entering target layer N. 0 < N < number of layers;
             headless heads may also use N = number of layers (the whole target, for self-tests).
-        head_type: `headless` (the target's final norm), `transformer` (one decoder layer and an RMSNorm) or
-            `deep_context` (the same, seeing verified tokens through the target's last hidden state).
+        head_type: `headless` (the target's final norm), `transformer` (one decoder layer and an RMSNorm),
+            `deep_context` (the same, seeing verified tokens through the target's last hidden state) or `mlp` (norm, MLP
+            with residual, RMSNorm; no KV).
         verifier: the target.
         transformer_layer_config: the target's text config, as its own config.json states it.
         draft_vocab_size: must be None; reserved for a smaller draft vocabulary.
@@ -92,18 +95,11 @@ class ExitHeadConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     exit_layer: int
-    head_type: Literal["headless", "transformer", "deep_context"]
+    head_type: Literal["headless", "transformer", "deep_context", "mlp"]
     verifier: Verifier
     transformer_layer_config: dict[str, Any] = {}
     draft_vocab_size: int | None = None
     prior: Prior = Prior()
-
-    @field_validator("head_type", mode="before")
-    @classmethod
-    def _known_type(cls, value: Any) -> Any:
-        if value == "mlp":
-            raise ValueError("'mlp' is reserved and not supported by this version; use 'transformer' or 'headless'")
-        return value
 
     @field_validator("draft_vocab_size")
     @classmethod
@@ -126,17 +122,18 @@ class ExitHeadConfig(BaseModel):
             ValueError: the directory is missing or does not hold a head this version can use.
         """
         path = Path(directory) / CONFIG_NAME
-        if not Path(directory).is_dir():
-            raise ValueError(f"exit head {str(directory)!r}: no such directory; give one written by `eesd distill`")
+        if not os.path.isdir(directory):  # unlike Path.is_dir, also for a name no file can have
+            name = f"{str(directory)!r:.200}"
+            raise ValueError(f"exit head {name}: no such directory; give one written by `eesd distill`")
         raw = _read_config_json(path)
         if raw.get("speculators_model_type") != SPECULATORS_MODEL_TYPE:
             raise ValueError(
-                f"{path}: not an exit head: speculators_model_type is {raw.get('speculators_model_type')!r}, "
+                f"{path}: not an exit head: speculators_model_type is {raw.get('speculators_model_type')!r:.80}, "
                 f"must be {SPECULATORS_MODEL_TYPE!r}; give a directory written by `eesd distill`"
             )
         speculators = raw.get("speculators_config")
         if not isinstance(speculators, dict):
-            raise ValueError(f"{path}: speculators_config is {speculators!r}, must be an object with a verifier")
+            raise ValueError(f"{path}: speculators_config is {speculators!r:.80}, must be an object with a verifier")
         described = {"speculators_model_type", "speculators_version", "architectures", "speculators_config"}
         fields = {key: value for key, value in raw.items() if key not in described | IGNORED_KEYS}
         if "verifier" in fields:
@@ -147,6 +144,8 @@ class ExitHeadConfig(BaseModel):
             return cls.model_validate(fields)
         except ValidationError as error:
             raise ValueError(f"{path}: {one_line(error)}") from None
+        except RecursionError:
+            raise ValueError(f"{path}: nested too deeply for a config") from None
 
     def save(self, directory: str | os.PathLike) -> None:
         """Write config.json into `directory`, made if missing; an existing one is replaced in one step."""
@@ -162,12 +161,12 @@ class ExitHeadConfig(BaseModel):
         Raises:
             ValueError: one line with the field, the head's value and the target's.
         """
-        name = f"exit head for {self.verifier.name_or_path!r}"
+        name = f"exit head for {self.verifier.name_or_path!r:.200}"
         advice = "serve the target it was distilled from, or run `eesd distill` on this one"
         architectures = getattr(hf_text_config, "architectures", None)
         if architectures and self.verifier.architecture not in architectures:
             raise ValueError(
-                f"{name}: architecture: the head has {self.verifier.architecture!r}, "
+                f"{name}: architecture: the head has {self.verifier.architecture!r:.80}, "
                 f"the target {architectures[0]!r}; {advice}"
             )
         pairs = [(field, getattr(self.verifier, field)) for field in ("hidden_size", "num_hidden_layers", "vocab_size")]
@@ -176,7 +175,7 @@ class ExitHeadConfig(BaseModel):
         for field, ours in pairs:
             theirs = getattr(hf_text_config, field, None)
             if None not in (ours, theirs) and ours != theirs:
-                raise ValueError(f"{name}: {field}: the head has {ours!r}, the target {theirs!r}; {advice}")
+                raise ValueError(f"{name}: {field}: the head has {ours!r:.80}, the target {theirs!r}; {advice}")
 
     def _write_temporary(self, directory: Path) -> str:
         raw = {
@@ -209,7 +208,7 @@ def read_tensors(directory: str | os.PathLike) -> dict[str, torch.Tensor]:
     """Return the head's tensors, on the CPU, in the dtype they were saved in; empty if headless.
 
     Raises:
-        ValueError: no safetensors, pickled weights, a damaged file, or tensors that are not the config's.
+        ValueError: no safetensors, pickled weights, a damaged file, or tensors that are not the config's or not finite.
     """
     config = ExitHeadConfig.load(directory)
     path = Path(directory) / WEIGHTS_NAME
@@ -224,11 +223,15 @@ def read_tensors(directory: str | os.PathLike) -> dict[str, torch.Tensor]:
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
             _check_names_and_shapes(path, file, expected)
-            return {name: file.get_tensor(name) for name in expected}
+            tensors = {name: file.get_tensor(name) for name in expected}
     except (SafetensorError, OSError) as error:
         raise ValueError(
             f"{path}: damaged or truncated safetensors ({_flat(error)}); copy or distill the head again"
         ) from None
+    for name, tensor in tensors.items():
+        if not tensor.isfinite().all():
+            raise ValueError(f"{path}: {name} holds infinities or NaN; copy or distill the head again")
+    return tensors
 
 
 def write_head(directory: str | os.PathLike, config: ExitHeadConfig, tensors: dict[str, torch.Tensor]) -> None:
@@ -285,8 +288,10 @@ def _read_config_json(path: Path) -> dict[str, Any]:
         raw = json.loads(path.read_bytes().decode("utf-8"))
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: not UTF-8 ({error.reason} at byte {error.start})") from None
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # ValueError: also a number of too many digits
         raise ValueError(f"{path}: not JSON ({_flat(error)})") from None
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read ({error.strerror})") from None
     if not isinstance(raw, dict):
         raise ValueError(f"{path}: holds a JSON {type(raw).__name__}, must be an object")
     return raw
@@ -301,10 +306,15 @@ def _check_weights_file(path: Path) -> None:
             )
         raise ValueError(f"{path.parent}: no {WEIGHTS_NAME}; a transformer head needs it, distill or copy it again")
     size = path.stat().st_size
-    with path.open("rb") as file:
-        header = int.from_bytes(file.read(8), "little")
+    try:
+        with path.open("rb") as file:
+            header = int.from_bytes(file.read(8), "little")
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read ({error.strerror})") from None
     if size < 8 or header > size - 8 and header <= MAX_HEADER_BYTES:
         raise ValueError(f"{path}: truncated safetensors ({size} bytes); copy or distill the head again")
+    if size > MAX_WEIGHTS_BYTES:
+        raise ValueError(f"{path}: {size} bytes, an exit head has at most {MAX_WEIGHTS_BYTES}")
     if header > MAX_HEADER_BYTES:
         raise ValueError(
             f"{path}: not an exit head's safetensors: header of {header} bytes, at most {MAX_HEADER_BYTES}"
@@ -324,7 +334,8 @@ def _check_names_and_shapes(path: Path, file: Any, expected: dict[str, tuple[int
 def _check_same_names(path: Path, found: set[str], expected: set[str]) -> None:
     for kind, names in (("missing", expected - found), ("unexpected", found - expected)):
         if names:
-            raise ValueError(f"{path}: {kind} tensor {min(names)!r} ({len(names)} {kind}, {len(expected)} expected)")
+            shown = f"{min(names)!r:.80}"
+            raise ValueError(f"{path}: {kind} tensor {shown} ({len(names)} {kind}, {len(expected)} expected)")
 
 
 def one_line(error: ValidationError) -> str:
@@ -332,8 +343,9 @@ def one_line(error: ValidationError) -> str:
     first = error.errors()[0]
     where = ".".join(str(part) for part in first["loc"])
     message = first["msg"].removeprefix("Value error, ")
-    return _flat(f"{where}: {message} (got {first['input']!r:.80})" if where else message)
+    return _flat(f"{where:.80}: {message:.400} (got {first['input']!r:.80})" if where else f"{message:.400}")
 
 
 def _flat(error: Any) -> str:
-    return " ".join(str(error).split())
+    # The library's messages repeat what they choke on, however long.
+    return f"{' '.join(str(error).split()):.600}"

@@ -30,15 +30,17 @@ def expected_shapes(config: ExitHeadConfig) -> dict[str, tuple[int, ...]]:
         return {}
     layer = config.transformer_layer_config
     model_type = layer.get("model_type")
-    if model_type not in EXTRA_TENSORS:
+    if not isinstance(model_type, str) or model_type not in EXTRA_TENSORS:
         raise ValueError(
-            f"transformer_layer_config.model_type is {model_type!r}, must be one of {sorted(EXTRA_TENSORS)}"
+            f"transformer_layer_config.model_type is {model_type!r:.80}, must be one of {sorted(EXTRA_TENSORS)}"
         )
     hidden = _size(layer, "hidden_size")
     if hidden != config.verifier.hidden_size:
         raise ValueError(
             f"transformer_layer_config.hidden_size is {hidden}, verifier.hidden_size {config.verifier.hidden_size}"
         )
+    if config.head_type == "mlp":
+        return _mlp_head_shapes(layer, hidden)
     heads = _size(layer, "num_attention_heads")
     kv_heads = _size(layer, "num_key_value_heads", heads)
     head_dim = _size(layer, "head_dim", max(1, hidden // heads))
@@ -64,6 +66,18 @@ def expected_shapes(config: ExitHeadConfig) -> dict[str, tuple[int, ...]]:
     return named
 
 
+def _mlp_head_shapes(layer: dict[str, Any], hidden: int) -> dict[str, tuple[int, ...]]:
+    if layer["model_type"] in EXPERT_TYPES:
+        raise ValueError(
+            f"head_type is 'mlp', must be 'transformer' or 'deep_context' for a {layer['model_type']} target, "
+            "whose layers have experts"
+        )
+    shapes = _mlp_shapes(layer, hidden)
+    if layer.get("mlp_bias"):
+        shapes |= {name.replace(".weight", ".bias"): shape[:1] for name, shape in shapes.items()}
+    return shapes | {"input_norm.weight": (hidden,), "norm.weight": (hidden,)}
+
+
 def _mlp_shapes(layer: dict[str, Any], hidden: int) -> dict[str, tuple[int, ...]]:
     inner = _size(layer, "intermediate_size")
     return {
@@ -79,7 +93,7 @@ def _expert_shapes(layer: dict[str, Any], hidden: int) -> dict[str, tuple[int, .
     step, plain = layer.get("decoder_sparse_step", 1), layer.get("mlp_only_layers")
     if step != 1 or plain:
         raise ValueError(
-            f"transformer_layer_config: decoder_sparse_step is {step!r} and mlp_only_layers {plain!r}: "
+            f"transformer_layer_config: decoder_sparse_step is {step!r:.80} and mlp_only_layers {plain!r:.80}: "
             "only targets whose layers all have experts are supported"
         )
     return {
@@ -93,5 +107,5 @@ def _size(layer: dict[str, Any], field: str, default: int | None = None) -> int:
     value = layer.get(field)
     value = default if value is None else value
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"transformer_layer_config.{field} is {value!r}, must be a whole number, 1 or more")
+        raise ValueError(f"transformer_layer_config.{field} is {value!r:.80}, must be a whole number, 1 or more")
     return value
