@@ -60,6 +60,13 @@ def torch_exit_head(hidden_states, norm_weight, weight, sampled):
     return torch.multinomial(logits.float().softmax(-1), 1) if sampled else logits.argmax(-1)
 
 
+def torch_confidences(hidden_states, norm_weight, weight):
+    """norm + linear + maximum + logsumexp, which a compiler fuses."""
+    logits = F.linear(F.rms_norm(hidden_states, norm_weight.shape, norm_weight, 1e-6), weight)
+    best = logits.max(dim=-1)
+    return best.indices, (best.values - logits.logsumexp(dim=-1)).exp()
+
+
 def bench_exit_head(vocab_size: int, hidden_size: int, batch: int, options) -> list[dict]:
     dtype, device = options.dtype, options.device
     kernels = for_device(device)
@@ -87,6 +94,8 @@ def bench_exit_head(vocab_size: int, hidden_size: int, batch: int, options) -> l
         "torch": partial(torch_exit_head, sampled=False),
         "linear alone": lambda hidden_states, norm_weight, weight: F.linear(hidden_states, weight),
     }
+    if device == "cpu":  # as V1's compiled draft step ends
+        greedy["compiled torch, confidences"] = torch.compile(torch_confidences, dynamic=True)
     found = report("exit_head greedy", shape, greedy, inputs, num_bytes, options)
     sampled = {"ours": partial(ours, sampling=sampling), "torch": partial(torch_exit_head, sampled=True)}
     sampled |= kernel_peers.exit_head(device, batch)
@@ -143,8 +152,11 @@ def bench_rejection(vocab_size: int, batch: int, options) -> list[dict]:
         if device == "cuda":
             expected = verify(reference.rejection, *sets[0], sampled=sampled)
             assert torch.equal(ours(*sets[0]).sampled, expected.sampled), "rejection differs from its reference"
+        methods = {"ours": ours}
         peers = kernel_peers.rejection(device, sampled, NUM_DRAFTS, batch)
-        found += report(f"rejection {way}", shape, {"ours": ours} | peers, sets, num_bytes, options)
+        if device == "cpu" and peers:  # what a step pays, around the reference or without it
+            methods = {"ours": kernel_peers.eesd_v1(sampled, NUM_DRAFTS, batch), "ours, reference alone": ours}
+        found += report(f"rejection {way}", shape, methods | peers, sets, num_bytes, options)
     return found
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch.nn import functional as F
@@ -86,44 +88,17 @@ def _v1(sampled: bool, num_drafts: int, batch: int) -> dict[str, Callable]:
     """vLLM's rejection path on a CPU, and its plain sampler over the same number of rows."""
     from vllm.platforms import current_platform
     from vllm.v1.sample import rejection_sampler
-    from vllm.v1.sample.logits_processor import LogitsProcessors
-    from vllm.v1.sample.metadata import SamplingMetadata
     from vllm.v1.sample.sampler import Sampler
-    from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
-    current_platform.register_triton_kernel_overrides()
+    if not hasattr(rejection_sampler.expand_kernel, "_impl"):
+        current_platform.register_triton_kernel_overrides()
     sampler = Sampler()
     rejection = rejection_sampler.RejectionSampler(sampler)
-
-    def metadata(num_rows: int) -> SamplingMetadata:
-        nothing = torch.zeros(num_rows)
-        return SamplingMetadata(
-            temperature=torch.full((num_rows,), 0.7) if sampled else None,
-            all_greedy=not sampled,
-            all_random=sampled,
-            top_p=None,
-            top_k=None,
-            generators={},
-            max_num_logprobs=None,
-            no_penalties=True,
-            prompt_token_ids=None,
-            frequency_penalties=nothing,
-            presence_penalties=nothing,
-            repetition_penalties=nothing,
-            output_token_ids=[[] for _ in range(num_rows)],
-            allowed_token_ids_mask=None,
-            bad_words_token_ids={},
-            logitsprocs=LogitsProcessors(),
-        )
-
-    rows = torch.arange(batch * (num_drafts + 1)).view(batch, num_drafts + 1)
-    drafts = SpecDecodeMetadata.make_dummy([[0] * num_drafts] * batch, torch.device("cpu"))
-    drafts.target_logits_indices = rows[:, :-1].flatten().int()
-    drafts.bonus_logits_indices = rows[:, -1].int()
-    per_request, per_row = metadata(batch), metadata(rows.numel())
+    drafts = _v1_drafts(num_drafts, batch)
+    per_request, per_row = _v1_sampling(batch, sampled), _v1_sampling(batch * (num_drafts + 1), sampled)
 
     def verify(inputs):
-        drafts.draft_token_ids = inputs.draft_sampled.view_as(rows)[:, 1:].flatten().int()
+        drafts.draft_token_ids = inputs.draft_sampled[drafts.target_logits_indices + 1].int()
         return rejection(drafts, None, inputs.target_logits, per_request)
 
     def plain(inputs):
@@ -131,3 +106,59 @@ def _v1(sampled: bool, num_drafts: int, batch: int) -> dict[str, Callable]:
         return sampler(inputs.target_logits.clone(), per_row)
 
     return {"vllm v1": verify, "vllm plain sampler, same rows": plain}
+
+
+def eesd_v1(sampled: bool, num_drafts: int, batch: int) -> Callable:
+    """Return EESD's own path through Model Runner V1's sampling step on a CPU; takes one set of inputs."""
+    from vllm.v1.sample.sampler import Sampler
+
+    from vllm_eesd.host import verification
+
+    drafts = _v1_drafts(num_drafts, batch)
+    rows = SimpleNamespace(sampling_metadata=_v1_sampling(batch, sampled), req_ids=list(map(str, range(batch))))
+    runner = SimpleNamespace(input_batch=rows, sampler=Sampler(), input_ids=SimpleNamespace())
+
+    def verify(inputs):
+        runner.input_ids.gpu = inputs.draft_sampled
+        drafts.draft_token_ids = inputs.draft_sampled[drafts.target_logits_indices + 1]
+        return verification.sample(runner, None, inputs.target_logits, drafts, None)
+
+    return verify
+
+
+def _v1_drafts(num_drafts: int, batch: int) -> Any:
+    """What the runner says of a step in which every request has `num_drafts`."""
+    from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
+
+    rows = torch.arange(batch * (num_drafts + 1)).view(batch, num_drafts + 1)
+    drafts = SpecDecodeMetadata.make_dummy([[0] * num_drafts] * batch, torch.device("cpu"))
+    drafts.logits_indices = rows.flatten()
+    drafts.target_logits_indices = rows[:, :-1].flatten().int()
+    drafts.bonus_logits_indices = rows[:, -1].int()
+    return drafts
+
+
+def _v1_sampling(num_rows: int, sampled: bool) -> Any:
+    """The sampling parameters of a batch: greedy, or temperature 0.7 and nothing else."""
+    from vllm.v1.sample.logits_processor import LogitsProcessors
+    from vllm.v1.sample.metadata import SamplingMetadata
+
+    nothing = torch.zeros(num_rows)
+    return SamplingMetadata(
+        temperature=torch.full((num_rows,), 0.7) if sampled else None,
+        all_greedy=not sampled,
+        all_random=sampled,
+        top_p=None,
+        top_k=None,
+        generators={},
+        max_num_logprobs=None,
+        no_penalties=True,
+        prompt_token_ids=None,
+        frequency_penalties=nothing,
+        presence_penalties=nothing,
+        repetition_penalties=nothing,
+        output_token_ids=[[] for _ in range(num_rows)],
+        allowed_token_ids_mask=None,
+        bad_words_token_ids={},
+        logitsprocs=LogitsProcessors(),
+    )

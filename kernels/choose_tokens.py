@@ -165,7 +165,7 @@ def _reduce_kernel(
 def sampling_arguments(sampling: Sampling | None, num_tokens: int) -> tuple:
     if sampling is None:
         return (None, None, None, None, 0, None)
-    temperature, seeds, positions, exponentials, idx_mapping = sampling.checked(num_tokens)
+    temperature, seeds, positions, exponentials, idx_mapping, _ = sampling.checked(num_tokens)
     if exponentials is not None:
         return (temperature, None, None, exponentials, exponentials.stride(0), idx_mapping)
     return (temperature, seeds, positions, None, 0, idx_mapping)

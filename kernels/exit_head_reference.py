@@ -8,25 +8,31 @@ import torch
 from torch.nn import functional as F
 
 from .noise_reference import gumbel
-from .row_reductions import row_argmax, row_top2
+from .row_reductions import row_argmax, row_choice, row_top2
 
 
 class Sampling(NamedTuple):
-    """How rows are sampled: per-request state, as Model Runner V2 keeps it, and one of two kinds of noise."""
+    """How rows are sampled: per-request state, as Model Runner V2 keeps it, and one of three kinds of noise."""
 
     temperature: torch.Tensor  # [max_num_reqs] float32, 0 for greedy requests
     seeds: torch.Tensor | None = None  # [max_num_reqs] int64; with positions, V2's noise
     positions: torch.Tensor | None = None  # [num_tokens] int64, counter of a row's random numbers
     exponentials: torch.Tensor | None = None  # [num_tokens, vocab_size] float32, the caller's Exp(1) draws instead
     idx_mapping: torch.Tensor | None = None  # [num_tokens] int64, a row's request; -1 (a padded row) is greedy
+    uniforms: torch.Tensor | None = None  # [num_tokens] in [0, 1): the CPU's choice, by inverting the running sum
 
-    def checked(self, num_tokens: int) -> Sampling:
+    def checked(self, num_tokens: int, inverts: bool = False) -> Sampling:
         """Return this with an idx_mapping.
 
+        Args:
+            num_tokens: rows.
+            inverts: whether uniforms will do: a whole row is at hand, on a CPU.
         Raises:
             ValueError: no noise.
         """
-        if self.exponentials is None and (self.seeds is None or self.positions is None):
+        if inverts and self.uniforms is not None:
+            pass
+        elif self.exponentials is None and (self.seeds is None or self.positions is None):
             raise ValueError("sampling.seeds: None; a temperature needs seeds and positions, or exponentials")
         if self.idx_mapping is not None:
             return self
@@ -172,9 +178,9 @@ def choose_tokens(
         logits: [num_tokens, vocab_size], any float dtype.
         The others: see `exit_head`.
     """
-    scores = logits if sampling is None else _scores(logits.float(), sampling, d2t, 0)
+    token_ids = _target_ids(_best(logits, sampling, d2t), d2t, 0)
     if not (confidence or entropy):
-        return DraftTokens(_target_ids(row_argmax(scores), d2t, 0))
+        return DraftTokens(token_ids)
     logits = logits.float()
     statistics = _confidences(logits)
     if entropy:
@@ -182,7 +188,7 @@ def choose_tokens(
         probability = log_probability.exp()
         # 0 * -inf is not a number; a token without mass adds nothing.
         statistics.append(-torch.where(probability > 0, probability * log_probability, 0.0).sum(-1))
-    return DraftTokens(_target_ids(row_argmax(scores), d2t, 0), *statistics)
+    return DraftTokens(token_ids, *statistics)
 
 
 def _project(
@@ -213,6 +219,26 @@ def _target_ids(columns: torch.Tensor, d2t: torch.Tensor | None, first_token_id:
     return columns + first_token_id if d2t is None else d2t[columns]
 
 
+def _best(logits: torch.Tensor, sampling: Sampling | None, d2t: torch.Tensor | None) -> torch.Tensor:
+    """Return each row's column: the largest logit, or one drawn, [num_tokens] int64."""
+    if sampling is None:
+        return row_argmax(logits)
+    if sampling.uniforms is None:
+        return row_argmax(_scores(logits.float(), sampling, d2t, 0))
+    sampling = sampling.checked(logits.shape[0], inverts=True)
+    row_temperature = _row_temperature(sampling)
+    greedy = row_temperature == 0
+    likeliest = row_argmax(logits)
+    weights = (logits.float() / torch.where(greedy, 1.0, row_temperature)[:, None]).softmax(dim=-1)
+    return torch.where(greedy, likeliest, row_choice(weights, sampling.uniforms, likeliest))
+
+
+def _row_temperature(sampling: Sampling) -> torch.Tensor:
+    """Return [num_tokens] float32; 0 for padded rows."""
+    idx_mapping = sampling.idx_mapping
+    return sampling.temperature[idx_mapping.clamp(min=0)].float().masked_fill(idx_mapping < 0, 0.0)
+
+
 def _scores(
     logits: torch.Tensor,
     sampling: Sampling | None,
@@ -222,15 +248,15 @@ def _scores(
     """Return what is maximised, [num_tokens, vocab_size]: the logits, or logits / temperature + Gumbel noise."""
     if sampling is None:
         return logits
-    temperature, seeds, positions, exponentials, idx_mapping = sampling.checked(logits.shape[0])
-    padded, idx_mapping = idx_mapping < 0, idx_mapping.clamp(min=0)
-    row_temperature = temperature[idx_mapping].float().masked_fill(padded, 0.0)[:, None]
-    if exponentials is not None:
-        noise = -exponentials.log()
+    sampling = sampling.checked(logits.shape[0])
+    row_temperature = _row_temperature(sampling)[:, None]
+    if sampling.exponentials is not None:
+        noise = -sampling.exponentials.log()
     else:
         keys = torch.arange(logits.shape[1], device=logits.device)
         keys = _target_ids(keys, d2t, first_token_id)
-        noise = gumbel(seeds[idx_mapping][:, None], positions[:, None], keys, drafting=True)
+        seeds = sampling.seeds[sampling.idx_mapping.clamp(min=0)]
+        noise = gumbel(seeds[:, None], sampling.positions[:, None], keys, drafting=True)
     greedy = row_temperature == 0
     return torch.where(greedy, logits, logits / torch.where(greedy, 1.0, row_temperature) + noise)
 

@@ -86,14 +86,14 @@ def rejection(
         num_accepted = _leading((layout.drafts == best) & layout.is_draft)
         final = best[_array(torch.arange(len(best), device=target_logits.device)), num_accepted]
     else:
-        if idx_mapping is None:
-            idx_mapping = torch.arange(cu_num_logits.shape[0] - 1, device=target_logits.device)
-        noise = _Noise(seeds if seeds is None else seeds[idx_mapping], positions, uniforms, exponentials)
-        request_temperature = temperature[idx_mapping].float()
-        drafting = None if draft_logits is None else draft_logits[idx_mapping]
+        if idx_mapping is not None:
+            seeds, temperature, draft_logits = (
+                state if state is None else state[idx_mapping] for state in (seeds, temperature, draft_logits)
+            )
+        noise = _Noise(seeds, positions, uniforms, exponentials)
         tensors = Layout(*(torch.as_tensor(array) for array in layout))
         verified = _verify(
-            target_logits, drafting, tensors, request_temperature, noise, cu_num_logits, block_verification
+            target_logits, draft_logits, tensors, temperature.float(), noise, cu_num_logits, block_verification
         )
         num_accepted, final = (_array(tensor) for tensor in verified)
     return _result(layout, num_accepted, final, positions, block_table, block_size)
@@ -189,7 +189,7 @@ def _verify(
     if block_verification:
         scale_p, accepted = _judge_blocks(p, q, p_draft, q_draft, valid, layout, tests)
     else:
-        scale_p, accepted = None, _leading((p_draft > tests * (1.0 if q is None else q_draft)) & valid)
+        scale_p, accepted = None, _judge_tokens(p_draft, q_draft, valid, tests)
     some_greedy = greedy.is_cuda or bool(greedy.any())  # looking costs nothing on a CPU
     if some_greedy:
         best = row_argmax(target_logits)[layout.rows]
@@ -199,6 +199,13 @@ def _verify(
     if some_greedy:
         chosen = torch.where(greedy, best.gather(1, accepted[:, None])[:, 0], chosen)
     return accepted, chosen
+
+
+def _judge_tokens(
+    p_draft: torch.Tensor, q_draft: torch.Tensor | None, valid: torch.Tensor, tests: torch.Tensor
+) -> torch.Tensor:
+    """Return how many drafts of each request are accepted, one after the other, [num_reqs]."""
+    return _leading((p_draft > (tests if q_draft is None else tests * q_draft)) & valid)
 
 
 def _judge_blocks(

@@ -1,10 +1,13 @@
 """What every test may rely on: the environment of a CPU engine, the `gpu` marker, the embedded model."""
 
+import collections
+import json
 import os
 import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 
@@ -19,6 +22,24 @@ os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("PYTHONSAFEPATH", "1")
 
 
+def pytest_addoption(parser):
+    parser.addoption("--fuzz-examples", type=int, default=0, help="inputs per fuzz target; 0: few, the same every time")
+    parser.addoption("--report", default=None, help="write counts and the features' outcomes to this JSON file")
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "feature(name, outcome): a row of docs/compatibility.md that this test decides")
+    examples = config.getoption("--fuzz-examples")
+    settings.register_profile(
+        "fuzz",
+        max_examples=examples or 40,
+        derandomize=not examples,
+        deadline=None,
+        database=None,
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+    )
+
+
 def pytest_collection_modifyitems(items):
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
@@ -29,6 +50,39 @@ def pytest_collection_modifyitems(items):
         skip = pytest.mark.skip(reason="needs an NVIDIA GPU, torch sees none")
         for item in marked:
             item.add_marker(skip)
+
+
+#: What `--report` writes: how many inputs were tried and faults planted; test by test, the features they decide.
+COUNTS: collections.Counter[str] = collections.Counter()
+FEATURES: list[dict] = []
+
+
+@pytest.fixture(scope="session")
+def counts() -> collections.Counter[str]:
+    """Counters that end up in the report."""
+    return COUNTS
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item, call):
+    report = (yield).get_result()
+    if report.when == "call" or report.outcome != "passed" and report.when == "setup":
+        for marker in item.iter_markers("feature"):
+            name, outcome = marker.args
+            FEATURES.append({"feature": name, "outcome": outcome, "test": item.nodeid, "result": report.outcome})
+
+
+def pytest_sessionfinish(session):
+    if path := session.config.getoption("--report"):
+        # What this run did not touch stays: the suite may be run in pieces.
+        old = (
+            json.loads(Path(path).read_text(encoding="utf-8"))
+            if Path(path).exists()
+            else {"counts": {}, "features": []}
+        )
+        decided = {(entry["feature"], entry["test"]): entry for entry in [*old["features"], *FEATURES]}
+        content = {"counts": dict(sorted((old["counts"] | COUNTS).items())), "features": list(decided.values())}
+        Path(path).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
 @pytest.fixture(scope="session")

@@ -18,8 +18,9 @@ class EESDConfig(BaseModel):
         exit_layer: N, the target layers a draft runs through, 0 < N < L; None takes the head's own.
         num_speculative_tokens: the longest draft, in tokens; the policy may stop earlier.
         policy: how the draft length is chosen, see `vllm_eesd.policy`.
-        policy_args: settings of that policy, and of all: `prior_key` ("none" or "lora") and `state_file`.
-        draft_sample_method: "greedy" drafts the most probable token, verified as one-hot.
+        policy_args: settings of that policy, and of all: `prior_key` ("none" or "lora"), `state_file`, `trace_file`.
+        draft_sample_method: "greedy" drafts the most probable token, verified as one-hot; "probabilistic" draws it at
+            the request's temperature, verified against the draft distribution (greedy requests draft as before).
         seed: seed of the policy's own random generator (independent of sampling).
     Source: arXiv 2406.03853, sections 3.1 and 3.3.
     """
@@ -31,7 +32,7 @@ class EESDConfig(BaseModel):
     num_speculative_tokens: int = Field(8, ge=1, le=MAX_SPECULATIVE_TOKENS)
     policy: Literal["adaedl", "beta_ts", "calibrated_ts", "confidence", "draft_verify", "fixed", "goodput"] = "goodput"
     policy_args: dict[str, Any] = Field(default_factory=dict)
-    draft_sample_method: Literal["greedy"] = "greedy"
+    draft_sample_method: Literal["greedy", "probabilistic"] = "greedy"
     seed: int = Field(0, ge=0)
 
     @classmethod
@@ -43,7 +44,9 @@ class EESDConfig(BaseModel):
         Raises:
             ValueError: one line naming the field, the value and what is allowed.
         """
-        fields = {} if isinstance(spec, str) or spec is None else {k: v for k, v in spec.items() if k != "method"}
+        given = {} if isinstance(spec, str) or spec is None else spec
+        # On a command line dashes are as good as underscores.
+        fields = {str(key).replace("-", "_"): value for key, value in given.items() if key != "method"}
         try:
             return cls(**fields)
         except ValidationError as error:
@@ -55,6 +58,6 @@ def _first_error(error: ValidationError) -> str:
     first = error.errors(include_url=False)[0]
     field = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":
-        return f"eesd: unknown field {field!r}; allowed: method, {', '.join(EESDConfig.model_fields)}"
+        return f"eesd: unknown field {field!r:.80}; allowed: method, {', '.join(EESDConfig.model_fields)}"
     allowed = first["msg"][0].lower() + first["msg"][1:]
-    return f"eesd: {field}={first['input']!r} is not valid: {allowed}"
+    return f"eesd: {field}={first['input']!r:.80} is not valid: {allowed}"

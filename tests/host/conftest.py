@@ -125,3 +125,18 @@ def greedy():
         return [tuple(map(int, completion.token_ids)) for output in outputs for completion in output.outputs]
 
     return generate
+
+
+@pytest.fixture
+def preemptions(monkeypatch):
+    """A list that grows with every request vLLM preempts."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    seen, preempt = [], Scheduler._preempt_request
+
+    def counting(self, request, *args, **kwargs):
+        seen.append(request.request_id)
+        return preempt(self, request, *args, **kwargs)
+
+    monkeypatch.setattr(Scheduler, "_preempt_request", counting)
+    return seen

@@ -123,8 +123,9 @@ def test_gpt_oss_is_refused(engine, tmp_path):
     torch.manual_seed(0)
     config = transformers.GptOssConfig(**(SIZES | changes))
     transformers.GptOssForCausalLM(config).save_pretrained(tmp_path / "gpt_oss")
-    with pytest.raises(ValueError, match="GptOssForCausalLM.*not supported"), engine(
-        str(tmp_path / "gpt_oss"), FIXED | {"exit_layer": 2}
+    with (
+        pytest.raises(ValueError, match="GptOssForCausalLM.*not supported"),
+        engine(str(tmp_path / "gpt_oss"), FIXED | {"exit_layer": 2}),
     ):
         pass
 
@@ -133,7 +134,8 @@ def test_a_sliding_window_is_refused(engine, tmp_path):
     torch.manual_seed(0)
     config = transformers.MistralConfig(**(SIZES | {"head_dim": 32, "sliding_window": 64}))
     transformers.MistralForCausalLM(config).save_pretrained(tmp_path / "mistral")
-    with pytest.raises(ValueError, match="sliding-window"), engine(
-        str(tmp_path / "mistral"), FIXED | {"exit_layer": 2}
+    with (
+        pytest.raises(ValueError, match="sliding-window"),
+        engine(str(tmp_path / "mistral"), FIXED | {"exit_layer": 2}),
     ):
         pass

@@ -30,7 +30,9 @@ def complete(llm, texts, **sampling):
     ]
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize(
+    "setting", [pytest.param(name, marks=pytest.mark.feature(name, "the same answers")) for name in SETTINGS]
+)
 def test_greedy_identity_on_real_prompts(engine, embedded_model, texts, setting):
     """Batch 6 of unequal prompts, again with prefix-cache hits, one alone, up to max_model_len, stop strings, n = 2."""
     answers = []
@@ -55,6 +57,7 @@ def test_greedy_identity_on_real_prompts(engine, embedded_model, texts, setting)
     assert stats["accepted"] / stats["rounds"] > 0.5
 
 
+@pytest.mark.feature("a head that is always wrong", "the same answers")
 def test_a_randomly_initialised_head_changes_nothing_but_speed(engine, embedded_model, texts, tmp_path):
     import torch
 

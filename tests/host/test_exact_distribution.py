@@ -1,13 +1,16 @@
 """Sampled output has exactly the target's distribution: plain vLLM, EESD, every policy; and planted bugs are caught."""
 
+import collections
 from typing import get_args
 
 import exact_distribution as exact
 import numpy as np
 import pytest
 import torch
+from vllm_eesd.kernels import rejection_reference
 
 from vllm_eesd.config import EESDConfig
+from vllm_eesd.host import verification
 from vllm_eesd.policy import CostModel
 
 #: Some tokens of the vocabulary twice and some not at all, so that penalties differ between tokens.
@@ -25,18 +28,21 @@ SAMPLINGS = {
     "own seeds": {"seed": 1000},
     "greedy": {"temperature": 0.0},
 }
+#: Batches of these EESD verifies itself; one request of another kind sends its whole batch to vLLM's sampler.
+OURS = ("T=1", "T=0.5", "T=1.5", "own seeds", "greedy")
 #: What a user may choose: a new policy, or a new way to sample drafts, joins this suite with its name.
 POLICIES = get_args(EESDConfig.model_fields["policy"].annotation)
 DRAFT_SAMPLE_METHODS = get_args(EESDConfig.model_fields["draft_sample_method"].annotation)
-PLAIN, RAGGED = "plain", ("beta_ts", "greedy")
-EESD = [(policy, method) for policy in POLICIES for method in DRAFT_SAMPLE_METHODS]
+PLAIN = "plain"
+#: Each goes its own way through vLLM's samplers or ours; a greedy request has one output only.
+ONE_KIND = ("T=0.5", "T=1.5, top_k and top_p", "repetition penalty", "frequency penalty", "own seeds")
 
-NUM_SAMPLES = 20_000
+NUM_SAMPLES = 15_000
 #: A planted bug shows in far fewer.
 NUM_SAMPLES_PLANTED = 5_000
 #: The chance that a right suite fails, shared out among its comparisons (Bonferroni).
 FAMILY_ERROR = 1e-4
-NUM_COMPARISONS = 1 + len(EESD) + (len(SAMPLINGS) - 1) + 3
+NUM_COMPARISONS = 1 + len(DRAFT_SAMPLE_METHODS) * (1 + len(POLICIES) + 2 + len(ONE_KIND)) + 2
 SIGNIFICANCE = FAMILY_ERROR / NUM_COMPARISONS
 
 
@@ -66,10 +72,6 @@ class FreeDrafting(CostModel):
         return np.zeros(max_rows + 1)
 
 
-def engine_name(parameter):
-    return parameter if parameter == PLAIN else "-".join(parameter)
-
-
 @pytest.fixture(scope="module")
 def target(tmp_path_factory):
     directory = str(tmp_path_factory.mktemp("targets") / "eight_tokens")
@@ -90,16 +92,15 @@ def distributions_after(prompt, target):
 
 @pytest.fixture(scope="module")
 def llm(request, engine, target, cloned_head):
-    """An engine: plain vLLM, or EESD with (policy, draft_sample_method)."""
+    """An engine: plain vLLM, or EESD with this draft_sample_method."""
     spec = None
     if request.param != PLAIN:
-        policy, method = request.param
         spec = {
             "method": "eesd",
             "model": cloned_head(target, 1, 1),  # layer 2 of 0..2 is left out: good, not perfect
             "num_speculative_tokens": 3,
-            "policy": policy,
-            "draft_sample_method": method,
+            "policy": "beta_ts",
+            "draft_sample_method": request.param,
         }
     options = {"max_num_seqs": 256, "max_model_len": 32, "num_gpu_blocks_override": 512, "block_size": 32}
     with pytest.MonkeyPatch.context() as patch:
@@ -108,52 +109,79 @@ def llm(request, engine, target, cloned_head):
             yield llm
 
 
-def verdict_on(llm, distributions, names, num_samples=NUM_SAMPLES, prompt=PROMPT):
+def verdict_on(llm, distributions, names, num_samples=NUM_SAMPLES, prompt=PROMPT, policy=None):
     """Return (verdict, counters) on the outputs of `num_samples` requests, samplings taking turns; plain has none."""
+    extra = {} if policy is None else {"extra_args": {"eesd_policy": policy}}
     speculative = llm.llm_engine.vllm_config.speculative_config is not None
     if speculative:
         llm.collective_rpc("eesd_reset_stats")
-    counts = exact.count_outputs(llm, prompt, [SAMPLINGS[name] for name in names], num_samples)
+    counts = exact.count_outputs(llm, prompt, [SAMPLINGS[name] | extra for name in names], num_samples)
     stats = llm.collective_rpc("eesd_stats")[0] if speculative else None
     return exact.judge(counts, [distributions[name] for name in names]), stats
 
 
-def assert_exact(llm, distributions, names):
-    verdict, stats = verdict_on(llm, distributions, names)
+def assert_exact(llm, distributions, names, policy=None):
+    verdict, stats = verdict_on(llm, distributions, names, policy=policy)
     assert verdict.p_value > SIGNIFICANCE, verdict
     if stats is not None:  # accepting a draft and sampling in its stead both happened, thousands of times
-        assert NUM_SAMPLES // 5 < stats["accepted"] < stats["drafted"] - NUM_SAMPLES // 5, stats
+        assert NUM_SAMPLES // 10 < stats["accepted"] < stats["drafted"] - NUM_SAMPLES // 10, stats
 
 
-@pytest.mark.parametrize("llm", [PLAIN, *EESD], ids=engine_name, indirect=True)
+@pytest.fixture
+def verified(monkeypatch):
+    """Counts the steps with drafts by who verified them: "ours" and "vllm"."""
+    counts, only_temperature = collections.Counter(), verification.only_temperature
+
+    def counting(sampling):
+        ours = only_temperature(sampling)
+        counts["ours" if ours else "vllm"] += 1
+        return ours
+
+    monkeypatch.setattr(verification, "only_temperature", counting)
+    return counts
+
+
+@pytest.mark.feature("sampling, every policy, all kinds of requests in one batch", "the same distribution")
+@pytest.mark.parametrize("llm", [PLAIN, *DRAFT_SAMPLE_METHODS], indirect=True)
 def test_all_kinds_of_requests_in_every_batch(llm, distributions):
     assert_exact(llm, distributions, list(SAMPLINGS))
 
 
-@pytest.mark.parametrize("llm", [RAGGED], ids=engine_name, indirect=True)
-@pytest.mark.parametrize("name", [name for name in SAMPLINGS if name != "greedy"])  # one output only
-def test_one_kind_of_request(llm, distributions, name):
-    """Batches of one kind take other ways through vLLM's sampler: no top-k tensor, no greedy row, no generators."""
+@pytest.mark.parametrize("llm", DRAFT_SAMPLE_METHODS, indirect=True)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_policy(llm, distributions, verified, policy):
+    assert_exact(llm, distributions, OURS, policy)
+    assert verified["ours"] and not verified["vllm"]
+
+
+@pytest.mark.parametrize("llm", DRAFT_SAMPLE_METHODS, indirect=True)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.feature(f"sampling, {name}", "the same distribution")) for name in ONE_KIND],
+)
+def test_one_kind_of_request(llm, distributions, verified, name):
+    """Batches of one kind take other ways through the samplers: no top-k tensor, no greedy row, no generators."""
     assert_exact(llm, distributions, [name])
+    assert set(verified) == {"ours" if name in OURS else "vllm"}
 
 
-@pytest.mark.parametrize("llm", [RAGGED], ids=engine_name, indirect=True)
-def test_a_request_that_joins_with_one_token(llm, target, monkeypatch):
+@pytest.mark.feature("sampling, requests that join with one token", "the same distribution")
+@pytest.mark.parametrize("llm", DRAFT_SAMPLE_METHODS, indirect=True)
+@pytest.mark.parametrize("names", [OURS, tuple(SAMPLINGS)], ids=["ours", "vllm"])
+def test_a_request_that_joins_with_one_token(llm, target, monkeypatch, names):
     """vLLM pads it with drafts of -1 where it joins running ones, and 0.32's CPU kernel accepts some of those.
 
     So begins a prompt of one token, one whose other tokens all hit the prefix cache, and a preempted request.
     """
-    from vllm.v1.sample.rejection_sampler import RejectionSampler
+    num_padded, sample = [], verification.sample
 
-    num_padded, forward = [], RejectionSampler.forward
-
-    def counting(self, metadata, *args, **kwargs):
+    def counting(runner, host_sample, logits, metadata, *args):
         num_padded.append(int((metadata.draft_token_ids < 0).sum()))
-        return forward(self, metadata, *args, **kwargs)
+        return sample(runner, host_sample, logits, metadata, *args)
 
-    monkeypatch.setattr(RejectionSampler, "forward", counting)
+    monkeypatch.setattr(verification, "sample", counting)
     prompt = (3,)
-    verdict, _ = verdict_on(llm, distributions_after(prompt, target), list(SAMPLINGS), prompt=prompt)
+    verdict, _ = verdict_on(llm, distributions_after(prompt, target), names, prompt=prompt)
     assert verdict.p_value > SIGNIFICANCE, verdict
     assert sum(num_padded) > NUM_SAMPLES
 
@@ -164,33 +192,20 @@ class TableDrafter:
     Args:
         monkeypatch: undoes it.
         joint: the target's, whose average over contexts is a fair q.
-        sampled: draw drafts from q and have them verified against q; otherwise draft the maximum, as one-hot.
     """
 
-    def __init__(self, monkeypatch, joint, sampled):
-        from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+    def __init__(self, monkeypatch, joint):
+        from vllm_eesd.host.exit_layer import DraftStep
 
-        from vllm_eesd.host.v1 import DraftRows
-
-        self.sampled, self._generator = sampled, np.random.default_rng(0)
         pairs = joint.sum(axis=(0, 3))
-        self.q = (pairs / pairs.sum(axis=1, keepdims=True)).astype(np.float32)
-        self.q_of_drafts, self.num_dropped = None, 0
+        self.q = torch.from_numpy((pairs / pairs.sum(axis=1, keepdims=True)).astype(np.float32))
+        self.num_dropped = 0
 
-        def draft_probs(runner, metadata):
-            previous = runner.input_ids.gpu[metadata.logits_indices][metadata.target_logits_indices]
-            self.q_of_drafts = torch.from_numpy(self.q[previous.numpy()])
-            return self.q_of_drafts if sampled else None
+        def forward(step, input_ids, positions, context):
+            best = self.q[input_ids].max(dim=-1)
+            return best.indices, best.values, self.q[input_ids].log()
 
-        monkeypatch.setattr(DraftRows, "step", lambda _, rows, offset, token_ids: self._step(token_ids))
-        monkeypatch.setattr(GPUModelRunner, "_get_spec_decode_draft_probs", draft_probs)
-
-    def _step(self, token_ids):
-        q = self.q[token_ids]
-        drafted = q.argmax(1)
-        if self.sampled:
-            drafted = (q.cumsum(1) < self._generator.random((len(q), 1))).sum(1).clip(max=exact.VOCAB_SIZE - 1)
-        return drafted, q[np.arange(len(q)), drafted]
+        monkeypatch.setattr(DraftStep, "forward", forward)
 
 
 def drop_unlikely_drafts(monkeypatch, drafter):
@@ -213,56 +228,59 @@ def drop_unlikely_drafts(monkeypatch, drafter):
 
 def skip_the_residual(monkeypatch, drafter):
     """What takes a rejected token's place is drawn from p instead of from what p has over q."""
+    choose_final = rejection_reference._choose_final
 
-    def sample_recovered_tokens(max_spec_len, num_draft, cu_num_draft, draft_token_ids, draft_probs, target_probs, *_):
-        return target_probs.multinomial(1).squeeze(1).to(draft_token_ids.dtype)
+    def from_p(target_logits, p, q, layout, *rest):
+        nothing_refused = layout._replace(drafts=torch.full_like(layout.drafts, -1))
+        return choose_final(target_logits, p, q, nothing_refused, *rest)
 
-    monkeypatch.setattr("vllm.v1.sample.rejection_sampler.sample_recovered_tokens", sample_recovered_tokens)
+    monkeypatch.setattr(rejection_reference, "_choose_final", from_p)
 
 
 def accept_by_q(monkeypatch, drafter):
     """Acceptance takes the draft model's probabilities for the target's."""
-    from vllm.v1.sample import rejection_sampler
+    rejection, judge = verification.rejection, rejection_reference._judge_tokens
 
-    sample = rejection_sampler._rejection_random_sample
+    def with_q_at_hand(logits, input_token_ids, cu_num_logits, positions, num_speculative_tokens, **options):
+        rows, _, drafts = rejection_reference._layout(input_token_ids, cu_num_logits, num_speculative_tokens)
+        q_of_drafts = drafter.q[input_token_ids[rows[:, :-1]], drafts[:, :-1]]
+        monkeypatch.setattr(rejection_reference, "_judge_tokens", lambda p, *rest: judge(q_of_drafts, *rest))
+        return rejection(logits, input_token_ids, cu_num_logits, positions, num_speculative_tokens, **options)
 
-    def rejection_random_sample(output, cu_num_draft, draft_token_ids, draft_probs, target_probs, *rest):
-        sample(output, cu_num_draft, draft_token_ids, draft_probs, drafter.q_of_drafts, *rest)
-
-    monkeypatch.setattr(rejection_sampler, "_rejection_random_sample", rejection_random_sample)
-
-
-PLANTED = {
-    "unlikely tokens dropped, sampled drafts": (drop_unlikely_drafts, True),
-    "no residual, sampled drafts": (skip_the_residual, True),
-    "no residual, one-hot drafts": (skip_the_residual, False),
-    "q for p, sampled drafts": (accept_by_q, True),
-    "q for p, one-hot drafts": (accept_by_q, False),
-}
+    monkeypatch.setattr(verification, "rejection", with_q_at_hand)
 
 
-@pytest.mark.parametrize("llm", [RAGGED], ids=engine_name, indirect=True)
-@pytest.mark.parametrize("planted", PLANTED)
-def test_a_planted_bug_is_caught(llm, distributions, monkeypatch, planted):
-    plant, sampled = PLANTED[planted]
-    plant(monkeypatch, TableDrafter(monkeypatch, distributions["T=1"], sampled))
+def assert_caught(llm, distributions, monkeypatch, verified, plant):
+    plant(monkeypatch, TableDrafter(monkeypatch, distributions["T=1"]))
     verdict, _ = verdict_on(llm, distributions, ["T=1"], NUM_SAMPLES_PLANTED)
+    assert set(verified) == {"ours"}
     assert verdict.p_value < SIGNIFICANCE, verdict
 
 
-@pytest.mark.parametrize("llm", [RAGGED], ids=engine_name, indirect=True)
+@pytest.mark.parametrize("llm", DRAFT_SAMPLE_METHODS, indirect=True)
+@pytest.mark.parametrize("plant", [skip_the_residual, accept_by_q])
+def test_a_planted_bug_is_caught(llm, distributions, monkeypatch, verified, plant):
+    assert_caught(llm, distributions, monkeypatch, verified, plant)
+
+
+@pytest.mark.parametrize("llm", ["probabilistic"], indirect=True)
+def test_a_drawn_draft_must_not_be_dropped(llm, distributions, monkeypatch, verified):
+    assert_caught(llm, distributions, monkeypatch, verified, drop_unlikely_drafts)
+
+
+@pytest.mark.parametrize("llm", ["probabilistic"], indirect=True)
 def test_sampled_drafts_without_a_bug_are_exact(llm, distributions, monkeypatch):
-    """The planted bugs are what is caught above, not the table. Probabilistic drafting takes this way through vLLM."""
-    TableDrafter(monkeypatch, distributions["T=1"], sampled=True)
-    assert_exact(llm, distributions, list(SAMPLINGS))
+    """The planted bugs are what is caught above, not the table."""
+    TableDrafter(monkeypatch, distributions["T=1"])
+    assert_exact(llm, distributions, OURS)
 
 
-@pytest.mark.parametrize("llm", [RAGGED], ids=engine_name, indirect=True)
+@pytest.mark.parametrize("llm", ["greedy"], indirect=True)
 def test_a_deterministic_draft_may_be_dropped(llm, distributions, monkeypatch):
     """One-hot verification emits p whatever token was drafted, so nothing is biased by which ones are submitted."""
-    drafter = TableDrafter(monkeypatch, distributions["T=1"], sampled=False)
+    drafter = TableDrafter(monkeypatch, distributions["T=1"])
     drop_unlikely_drafts(monkeypatch, drafter)
-    assert_exact(llm, distributions, list(SAMPLINGS))
+    assert_exact(llm, distributions, OURS)
     assert drafter.num_dropped > NUM_SAMPLES // 5
 
 

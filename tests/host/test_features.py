@@ -63,6 +63,7 @@ def adapter(tmp_path_factory):
     return str(directory)
 
 
+@pytest.mark.feature("LoRA on the target", "the same answers; such requests draft nothing")
 def test_lora_requests_are_served_right_and_draft_nothing(
     engine, random_target, cloned_head, adapter, prompts, drafter_of
 ):
@@ -128,3 +129,44 @@ def test_statistics_are_plain_numbers(engine, greedy, random_target, prompts):
         for method in ("eesd_stats", "eesd_costs", "eesd_take_rounds", "eesd_take_dense"):
             (answer,) = llm.collective_rpc(method)
             assert msgspec.msgpack.decode(msgspec.msgpack.encode(answer), strict=False) == answer
+
+
+def test_costs_are_known_before_the_first_request(engine, random_target, drafter_of):
+    with engine(random_target, SPEC | {"exit_layer": 4}) as llm:
+        costs = drafter_of(llm).policy.costs
+        assert not costs.state()["verify_ms"]
+        one, nine = costs.verify_curve(1, 8)[[0, 8]]
+        assert 0 < one <= nine and one != 1.0  # ms, not the default unit
+        assert 0 < costs.draft_curve(1)[1] < nine
+
+
+def test_the_round_trace_holds_what_was_emitted(engine, greedy, random_target, prompts, tmp_path, drafter_of):
+    from vllm_eesd.round_trace import read_rounds
+
+    path = tmp_path / "rounds.jsonl"
+    spec = SPEC | {"exit_layer": 4, "policy": "confidence", "policy_args": {"trace_file": str(path)}}
+    with engine(random_target, spec) as llm:
+        answers = greedy(llm, prompts)
+        (stats,) = llm.collective_rpc("eesd_stats")
+        drafter_of(llm).round_trace.close()
+    rounds, written = read_rounds(path), {}
+    for record in rounds:
+        written.setdefault(record["request"], []).extend(record["emitted"])
+        assert record["draft"][: record["accepted"]] == record["emitted"][:-1]
+        assert len(record["draft_steps_ms"]) >= len(record["draft"]) == len(record["confidences"])
+        assert all(0 <= confidence <= 1 for confidence in record["confidences"])
+    # The first token comes from the prompt's forward pass, which is no round.
+    assert sorted(written.values()) == sorted(list(answer[1:]) for answer in answers)
+    assert [len(rounds), sum(len(r["draft"]) for r in rounds)] == [stats["rounds"], stats["drafted"]]
+    assert [r["at_s"] for r in rounds] == sorted(r["at_s"] for r in rounds)
+
+
+def test_a_round_trace_that_cannot_be_written_is_refused_at_start(random_target):
+    from vllm.engine.arg_utils import EngineArgs
+
+    from vllm_eesd.host import plugin
+
+    plugin.register()
+    spec = SPEC | {"exit_layer": 4, "policy_args": {"trace_file": "/nowhere/rounds.jsonl"}}
+    with pytest.raises(ValueError, match="trace_file=.* is not valid .No such file or directory.:"):
+        EngineArgs(model=random_target, speculative_config=spec, skip_tokenizer_init=True).create_engine_config()

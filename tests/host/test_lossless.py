@@ -34,28 +34,15 @@ def corrupted_drafts(monkeypatch):
     monkeypatch.setattr(DraftRows, "step", step)
 
 
-@pytest.fixture
-def preemptions(monkeypatch):
-    """A list that grows with every request vLLM preempts."""
-    from vllm.v1.core.sched.scheduler import Scheduler
-
-    seen, preempt = [], Scheduler._preempt_request
-
-    def counting(self, request, *args, **kwargs):
-        seen.append(request.request_id)
-        return preempt(self, request, *args, **kwargs)
-
-    monkeypatch.setattr(Scheduler, "_preempt_request", counting)
-    return seen
-
-
 @pytest.fixture(scope="module")
 def head(random_target, cloned_head):
     return cloned_head(random_target, 7, 7)
 
 
 @pytest.mark.usefixtures("corrupted_drafts")
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize(
+    "setting", [pytest.param(name, marks=pytest.mark.feature(name, "the same answers")) for name in SETTINGS]
+)
 def test_greedy_identity_on_a_random_target(engine, greedy, random_target, head, prompts, setting, preemptions):
     options = {"max_model_len": 192} | SETTINGS[setting]
     with engine(random_target, **options) as llm:
@@ -74,6 +61,7 @@ def test_greedy_identity_on_a_random_target(engine, greedy, random_target, head,
     assert bool(preemptions) == (setting == "preemption")
 
 
+@pytest.mark.feature("logprobs, stop tokens, n", "the same answers")
 def test_logprobs_stop_tokens_and_n(engine, random_target, head, prompts):
     """Log-probabilities, stop tokens, several completions and a single token come out as plain vLLM's do."""
     from vllm import SamplingParams

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from vllm_eesd.host import plugin, seams
+from vllm_eesd.host import plugin, seams, v2_seams
 
 TARGETS = [seam.target for seam in plugin.SEAMS]
 
@@ -107,4 +107,15 @@ def test_the_bare_word_on_the_command_line():
 
 
 def test_the_docs_table_is_the_records():
-    assert plugin.seams_table() in (Path(__file__).resolve().parents[2] / "docs" / "seams.md").read_text()
+    page = (Path(__file__).resolve().parents[2] / "docs" / "seams.md").read_text()
+    assert plugin.seams_table() in page
+    assert plugin.seams_table(v2_seams.SEAMS) in page
+
+
+def test_a_worker_can_start_where_numba_was_used():
+    import numba
+    from vllm.triton_utils import dispatcher
+
+    plugin.register()
+    assert numba.njit(lambda: 1)() == 1
+    dispatcher._rebind_kernels([])

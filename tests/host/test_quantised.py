@@ -83,6 +83,7 @@ def test_the_target_is_loaded_as_it_is_served(target_dir):
     assert torch.equal(plain(inputs), inputs @ plain.weight.T)
 
 
+@pytest.mark.feature("quantised target (compressed-tensors)", "the same answers")
 def test_distilled_and_served(target_dir, engine, greedy, prompts, tmp_path):
     from vllm_eesd.distill.run import run
 

@@ -66,6 +66,7 @@ def test_placeholder_drafts_are_rejected(sampled):
 @pytest.mark.parametrize(
     "sampling", [{"temperature": 0.7, "top_k": 4}, {"temperature": 1.5, "top_k": 6, "top_p": 0.8}], ids=str
 )
+@pytest.mark.feature("sampling, several tokens together", "the same distribution")
 def test_the_joint_distribution_of_three_tokens_is_plain_vllms(engine, random_target, cloned_head, sampling):
     """Two-sample chi-squared over three-token continuations; seeds are fixed, so the outcome is too."""
     from vllm import SamplingParams

@@ -104,7 +104,7 @@ def test_float8_weights_are_scaled():
     assert torch.equal(result.token_ids, expected.argmax(-1))
 
 
-@pytest.mark.parametrize("noise", ["exponentials", "seeds"])
+@pytest.mark.parametrize("noise", ["exponentials", "seeds", "uniforms"])
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 1.7])
 def test_sampled_tokens_have_the_softmaxs_law(assert_same_law, temperature, noise):
     num_tokens, vocab_size = 200_000, 16
@@ -112,6 +112,10 @@ def test_sampled_tokens_have_the_softmaxs_law(assert_same_law, temperature, nois
     row = torch.randn(vocab_size, generator=g) * 2
     if noise == "seeds":
         sampling = Sampling(torch.full((num_tokens,), temperature), torch.arange(num_tokens), torch.arange(num_tokens))
+    elif noise == "uniforms":
+        sampling = Sampling(
+            torch.full((num_tokens,), temperature), uniforms=torch.rand(num_tokens, generator=g, dtype=torch.float64)
+        )
     else:
         exponentials = torch.empty(num_tokens, vocab_size).exponential_(generator=g)
         sampling = Sampling(torch.full((num_tokens,), temperature), exponentials=exponentials)
@@ -127,12 +131,25 @@ def test_a_padded_row_is_greedy_and_needs_no_request():
     assert torch.equal(choose_tokens(logits, sampling=sampling).token_ids, logits.argmax(-1))
 
 
+def test_uniforms_leave_greedy_and_padded_rows_alone():
+    logits = torch.randn(4, 300, generator=torch.Generator().manual_seed(0))
+    rows = torch.tensor([0, -1, 1, 1])
+    sampling = Sampling(torch.tensor([0.0, 1.0]), idx_mapping=rows, uniforms=torch.full((4,), 0.999))
+    token_ids, best = choose_tokens(logits, sampling=sampling, confidence=True).token_ids, logits.argmax(-1)
+    assert torch.equal(token_ids[:2], best[:2])
+    assert (token_ids[2:] > 250).all()  # almost all of the mass is before it
+
+
 def test_a_temperature_without_noise_is_refused():
     with pytest.raises(ValueError, match="seeds"):
         choose_tokens(torch.zeros(1, 4), sampling=Sampling(torch.ones(1)))
+    with pytest.raises(ValueError, match="seeds"):  # a shard knows no whole row to invert
+        exit_head_partials(
+            torch.zeros(1, 4), torch.zeros(4, 4), sampling=Sampling(torch.ones(1), uniforms=torch.zeros(1))
+        )
 
 
-@pytest.mark.parametrize("vocab_size", [1, 2, 130, 16384, 20000, 151937])
+@pytest.mark.parametrize("vocab_size", [1, 2, 130, 10922, 10923, 20000, 151937])
 def test_long_rows_are_reduced_as_short_ones(vocab_size):
     """Both sides of the two-level reductions' threshold, with ties, with the maximum in the last, short block."""
     from vllm_eesd.kernels.row_reductions import row_argmax, row_choice, row_top2

@@ -28,7 +28,7 @@ def test_it_is_frozen():
         ({"exit_layer": 0}, ["exit_layer", "0", "greater than or equal to 1"]),
         ({"exit_layer": "two"}, ["exit_layer", "'two'", "integer"]),
         ({"policy": "greedy_best"}, ["policy", "'greedy_best'", "beta_ts", "fixed"]),
-        ({"draft_sample_method": "typical"}, ["draft_sample_method", "'typical'", "greedy"]),
+        ({"draft_sample_method": "typical"}, ["draft_sample_method", "'typical'", "greedy", "probabilistic"]),
         ({"model": 7}, ["model", "7", "string"]),
         ({"seed": -3}, ["seed", "-3"]),
         ({"policy_args": []}, ["policy_args", "[]", "dictionary"]),

@@ -16,15 +16,25 @@ from vllm.model_executor.model_loader.utils import process_weights_after_loading
 from vllm.model_executor.models.utils import AutoWeightsLoader
 from vllm.utils.torch_utils import direct_register_custom_op, set_default_torch_dtype
 from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.outputs import SamplerOutput
+from vllm.v1.sample.logits_processor.builtin import (
+    LogitBiasLogitsProcessor,
+    MinPLogitsProcessor,
+    MinTokensLogitsProcessor,
+)
 
 __all__ = [
     "AutoWeightsLoader",
     "CommonAttentionMetadata",
+    "LogitBiasLogitsProcessor",
     "MergedColumnParallelLinear",
+    "MinPLogitsProcessor",
+    "MinTokensLogitsProcessor",
     "ModelConfig",
     "ParallelConfig",
     "RMSNorm",
     "ReplicatedLinear",
+    "SamplerOutput",
     "SpeculativeConfig",
     "VllmConfig",
     "create_forward_context",

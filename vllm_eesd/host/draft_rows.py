@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 
 from vllm_eesd.host.compat import CommonAttentionMetadata, create_forward_context, override_forward_context
+from vllm_eesd.host.draft_sampling import DraftSampling
 from vllm_eesd.host.exit_layer import DraftStep
 
 
@@ -22,16 +24,22 @@ class DraftRows:
         runner: vLLM's GPUModelRunner, its KV cache initialised.
         step: the compiled draft step.
         layer_names: the attention layers a draft step runs through.
+        sampling: draws the tokens; None takes the most probable ones.
     """
 
-    def __init__(self, runner: Any, step: DraftStep, layer_names: list[str]) -> None:
-        self._step, self._layer_names = step, layer_names
+    def __init__(
+        self, runner: Any, step: DraftStep, layer_names: list[str], sampling: DraftSampling | None = None
+    ) -> None:
+        self._step, self._layer_names, self._sampling = step, layer_names, sampling
         #: (rows, ms) of the draft steps of the last round.
         self.step_times: list[tuple[int, float]] = []
+        #: Tokens of the last round drafted from hidden states that held infinities or NaN.
+        self.num_not_finite = 0
         group_id, group = _attention_group(runner, layer_names)
         self._builder = group.get_metadata_builder()
         self._runner = runner
         self._block_table = runner.input_batch.block_table[group_id]
+        self._vocab_size = runner.model_config.get_vocab_size()
         max_num_reqs = runner.max_num_reqs
         self._input_ids = torch.zeros(max_num_reqs, dtype=torch.int64)
         self._positions = torch.zeros(max_num_reqs, dtype=torch.int64)
@@ -44,15 +52,15 @@ class DraftRows:
         """Return how many tokens the KV blocks of each row can hold, [num_rows] int64."""
         return self._block_table.num_blocks_per_row[:num_rows].astype(np.int64) * self._block_table.block_size
 
-    def round(self, bonus_positions: np.ndarray, produced_bonus: torch.Tensor | None) -> Any:
+    def round(self, bonus_positions: np.ndarray, produced_bonus: Callable[[], torch.Tensor]) -> Any:
         """Prepare a round and return the context manager its steps run in.
 
         Args:
             bonus_positions: [num_rows] int64, where each row's bonus token stands.
-            produced_bonus: [num_rows, hidden_size], see `ExitHead.round_context`; None if the head wants none.
+            produced_bonus: returns [num_rows, hidden_size], see `ExitHead.round_context`; called if the head wants it.
         """
         self._bonus_positions, self._produced_bonus = bonus_positions, produced_bonus
-        self.step_times = []
+        self.step_times, self.num_not_finite = [], 0
         return override_forward_context(self._context)
 
     def step(self, rows: np.ndarray, offset: int, token_ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -84,17 +92,22 @@ class DraftRows:
         metadata = self._builder.build(0, common)
         self._context.attn_metadata = dict.fromkeys(self._layer_names, metadata)
         self._context.slot_mapping = dict.fromkeys(self._layer_names, slot_mapping)
-        drafted, confidence = self._step(
+        best, confidence, logits = self._step(
             self._input_ids[:num_rows], self._positions[:num_rows], self._context_of(rows, offset)
         )
+        # Which token the largest of NaNs is, is anybody's guess: it must be one, or the target could not look it up.
+        drafted, confidence = best.numpy().clip(0, self._vocab_size - 1), confidence.numpy()
+        self.num_not_finite += int(np.isnan(confidence).sum())
+        if self._sampling is not None:
+            drafted = self._sampling.draw(rows, logits, drafted)
         self.step_times.append((num_rows, (time.perf_counter() - began) * 1e3))
-        return drafted.numpy(), confidence.numpy()
+        return drafted, confidence
 
     def _context_of(self, rows: np.ndarray, offset: int) -> torch.Tensor | None:
-        if self._produced_bonus is None:
+        if not self._step.reads_target_output:
             return None
         if offset == 0:
-            self._round_context = self._step.round_context(self._produced_bonus)
+            self._round_context = self._step.round_context(self._produced_bonus())
         if self._round_context is None or len(rows) == len(self._bonus_positions):
             return self._round_context
         return self._round_context[torch.from_numpy(rows)]

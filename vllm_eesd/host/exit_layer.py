@@ -16,8 +16,10 @@ from vllm_eesd.host.compat import (
     ReplicatedLinear,
     RMSNorm,
     VllmConfig,
+    create_forward_context,
     direct_register_custom_op,
     get_forward_context,
+    override_forward_context,
     process_weights_after_loading,
     set_default_torch_dtype,
     support_torch_compile,
@@ -77,7 +79,7 @@ class ExitHead(nn.Module):
         self._with_residual = carries_residual(pattern)
         hf_config = vllm_config.model_config.hf_text_config
         self.norm = RMSNorm(hf_config.hidden_size, eps=hf_config.rms_norm_eps)
-        self.attention_name: str = f"{prefix}.self_attn.attn"
+        self.attention_name: str | None = f"{prefix}.self_attn.attn"
 
     @classmethod
     def load(cls, vllm_config: VllmConfig, target: nn.Module, config: ExitHeadConfig, directory: str) -> ExitHead:
@@ -187,7 +189,35 @@ class DeepContextHead(ExitHead):
         return self.inject(target_hidden_states)[0]
 
 
-HEAD_CLASSES = {"transformer": ExitHead, "deep_context": DeepContextHead}
+class MlpHead(ExitHead):
+    """Norm, an MLP of the target's own kind with its residual, RMSNorm: it has no KV, and nothing is filled."""
+
+    def __init__(self, vllm_config: VllmConfig, target: nn.Module, config: ExitHeadConfig) -> None:
+        nn.Module.__init__(self)
+        hf_config = vllm_config.model_config.hf_text_config
+        self.input_norm = RMSNorm(hf_config.hidden_size, eps=hf_config.rms_norm_eps)
+        available = {
+            "hidden_size": hf_config.hidden_size,
+            "intermediate_size": hf_config.intermediate_size,
+            "hidden_act": hf_config.hidden_act,
+            "bias": getattr(hf_config, "mlp_bias", False),
+            "quant_config": None,
+            "prefix": "eesd_exit.mlp",
+        }
+        self.mlp = _build(type(target.model.layers[config.exit_layer].mlp), available)
+        self.norm = RMSNorm(hf_config.hidden_size, eps=hf_config.rms_norm_eps)
+        self.attention_name = None
+        self._share = getattr(hf_config, "residual_multiplier", 1.0)  # Granite has one
+
+    def hook_kv_fill(self, target: nn.Module, exit_layer: int) -> None:
+        """Nothing to fill."""
+
+    def forward(self, positions: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Return the normed hidden states for the LM head, [num_tokens, hidden_size]."""
+        return self.norm(hidden_states + self.mlp(self.input_norm(hidden_states)) * self._share)
+
+
+HEAD_CLASSES = {"transformer": ExitHead, "deep_context": DeepContextHead, "mlp": MlpHead}
 
 
 def _build_like(layer_class: type[nn.Module], vllm_config: VllmConfig, prefix: str) -> nn.Module:
@@ -201,13 +231,17 @@ def _build_like(layer_class: type[nn.Module], vllm_config: VllmConfig, prefix: s
         "quant_config": None,
         "prefix": prefix,
     }
-    wanted = inspect.signature(layer_class.__init__).parameters
-    return layer_class(**{name: value for name, value in available.items() if name in wanted})
+    return _build(layer_class, available)
+
+
+def _build(module_class: type[nn.Module], available: dict[str, Any]) -> nn.Module:
+    wanted = inspect.signature(module_class.__init__).parameters
+    return module_class(**{name: value for name, value in available.items() if name in wanted})
 
 
 @support_torch_compile(dynamic_arg_dims={"input_ids": 0, "positions": 0, "context": 0})
 class DraftStep(nn.Module):
-    """Target layers [0, N), exit head, LM head, argmax: one draft token per row, compiled as vLLM compiles the target.
+    """Target layers [0, N), exit head, LM head, argmax: one token per row, compiled as vLLM compiles the target.
 
     The target's modules are used in place, on the target's own KV slots; this module owns no parameter.
     """
@@ -241,8 +275,8 @@ class DraftStep(nn.Module):
 
     def forward(
         self, input_ids: torch.Tensor, positions: torch.Tensor, context: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the drafted tokens, [num_rows] int64, and their probabilities, [num_rows] float32.
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the most probable tokens, [num_rows] int64, their probabilities, [num_rows] float32, and the logits.
 
         Args:
             input_ids: [num_rows] int64.
@@ -260,6 +294,18 @@ class DraftStep(nn.Module):
         else:
             hidden_states = summed(hidden_states, residual)
             hidden_states = head(positions, hidden_states if context is None else hidden_states + context)
-        logits = target.compute_logits(hidden_states).float()
-        best = logits.max(dim=-1)
-        return best.indices, (best.values - logits.logsumexp(dim=-1)).exp()
+        logits = target.compute_logits(hidden_states)
+        best = logits.float().max(dim=-1)
+        return best.indices, (best.values - logits.float().logsumexp(dim=-1)).exp(), logits
+
+
+@torch.inference_mode()
+def compile_draft_step(step: DraftStep, vllm_config: VllmConfig, device: torch.device) -> None:
+    """Run the step once, which compiles it; two rows, because a batch of one would be compiled for one only."""
+    if step.do_not_compile:
+        return
+    rows = torch.zeros(2, dtype=torch.int64, device=device)
+    model_config = vllm_config.model_config
+    hidden_states = torch.zeros(2, model_config.get_hidden_size(), dtype=model_config.dtype, device=device)
+    with override_forward_context(create_forward_context(None, vllm_config)):
+        step(rows, rows.clone(), step.round_context(hidden_states))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from vllm_eesd.host import seams
@@ -25,7 +26,9 @@ def _wrap_create_speculative_config(original: Callable[..., Any]) -> Callable[..
             return original(self, target_model_config, target_parallel_config)
         from vllm_eesd.host.speculative import EESDSpeculativeConfig
 
-        return EESDSpeculativeConfig.build(self.speculative_config, target_model_config, target_parallel_config)
+        return EESDSpeculativeConfig.build(
+            self.speculative_config, target_model_config, target_parallel_config, bool(self.enable_lora)
+        )
 
     return create_speculative_config
 
@@ -79,14 +82,9 @@ def _wrap_sample(original: Callable[..., Any]) -> Callable[..., Any]:
     def _sample(self, logits, spec_decode_metadata):
         from vllm_eesd.host.v1 import EarlyExitProposer
 
-        # Without drafts the logits hold one row per request, as in a plain step: sample them as a plain step does.
-        if (
-            spec_decode_metadata is not None
-            and spec_decode_metadata.max_spec_len == 0
-            and isinstance(self.drafter, EarlyExitProposer)
-        ):
-            return original(self, logits, None)
-        return original(self, logits, spec_decode_metadata)
+        if spec_decode_metadata is None or not isinstance(self.drafter, EarlyExitProposer):
+            return original(self, logits, spec_decode_metadata)
+        return self.drafter.sample(self, original, logits, spec_decode_metadata)
 
     return _sample
 
@@ -141,6 +139,29 @@ def _wrap_executor_take_draft_token_ids(original: Callable[..., Any]) -> Callabl
     return take_draft_token_ids
 
 
+def _wrap_compile_or_warm_up_model(original: Callable[..., Any]) -> Callable[..., Any]:
+    def compile_or_warm_up_model(self):
+        from vllm_eesd.host.v1 import EarlyExitProposer
+
+        drafter = getattr(self.model_runner, "drafter", None)
+        if isinstance(drafter, EarlyExitProposer):
+            drafter.profile_costs(self.model_runner)
+        return original(self)  # which resets the random seed
+
+    return compile_or_warm_up_model
+
+
+def _wrap_rebind_kernels(original: Callable[..., Any]) -> Callable[..., Any]:
+    def _rebind_kernels(overrides):
+        llvmlite = sys.modules.get("llvmlite.binding.ffi")
+        if llvmlite is not None:
+            # Its library object makes a function of whatever attribute it is asked for; this one it shall have.
+            llvmlite.lib._fntab.setdefault("__dict__", {})
+        return original(overrides)
+
+    return _rebind_kernels
+
+
 def _wrap_validate_params(original: Callable[..., Any]) -> Callable[..., Any]:
     def _validate_params(self, params, *args, **kwargs):
         validated = original(self, params, *args, **kwargs)
@@ -153,6 +174,20 @@ def _wrap_validate_params(original: Callable[..., Any]) -> Callable[..., Any]:
         return validated
 
     return _validate_params
+
+
+def _wrap_worker_init(original: Callable[..., Any]) -> Callable[..., Any]:
+    def __init__(self, *args, **kwargs):
+        original(self, *args, **kwargs)
+        config = self.vllm_config.speculative_config
+        if config is None:
+            return
+        from vllm_eesd.host.speculative import EESDSpeculativeConfig
+
+        if isinstance(config, EESDSpeculativeConfig):
+            prepare_runner(config.runner, "V2" if self.use_v2_model_runner else "V1")
+
+    return __init__
 
 
 SEAMS = (
@@ -188,8 +223,9 @@ SEAMS = (
         target="vllm.v1.worker.gpu_model_runner:GPUModelRunner._sample",
         digests=("0e5d07b1a03ebda7",),
         wrap=_wrap_sample,
-        why="a step in which nobody drafted should cost what a plain one costs; with top-k it fails on a CPU in 0.32",
-        retired_by="the runner leaving out the rejection sampler when a step has no drafts",
+        why="the rejection sampler costs several plain samplers on a CPU; without drafts (it fails with top-k) or with "
+        "a temperature alone EESD samples",
+        retired_by="the rejection sampler costing little more than the sampler, and left out when a step has no drafts",
     ),
     Seam(
         target="vllm.v1.sample.rejection_sampler:expand_batch_to_tokens",
@@ -204,6 +240,13 @@ SEAMS = (
         wrap=_wrap_rejection_sample,
         why="on a CPU 0.32 accepts placeholder drafts (-1) by stray memory: a request joining with one token is biased",
         retired_by="rejection_random_sample_kernel_impl in vLLM's CPU kernels rejecting negative draft tokens",
+    ),
+    Seam(
+        target="vllm.v1.worker.gpu_worker:Worker.__init__",
+        digests=("c6d617e16f8e2c65",),
+        wrap=_wrap_worker_init,
+        why="Model Runner V2's seams go in when a worker is about to build that runner, not in every process",
+        retired_by="a registry of speculators that plugins can add to",
     ),
     Seam(
         target="vllm.v1.worker.gpu_worker:Worker.sample_tokens",
@@ -227,6 +270,20 @@ SEAMS = (
         retired_by="the same",
     ),
     Seam(
+        target="vllm.v1.worker.cpu_worker:CPUWorker.compile_or_warm_up_model",
+        digests=("a69f3d323356ee82",),
+        wrap=_wrap_compile_or_warm_up_model,
+        why="draft lengths follow from what steps cost; they are timed once the model is compiled",
+        retired_by="the worker warming up custom_class proposers",
+    ),
+    Seam(
+        target="vllm.triton_utils.dispatcher:_rebind_kernels",
+        digests=("69650cc6627a1bf3",),
+        wrap=_wrap_rebind_kernels,
+        why="0.32's scan of all modules fails where numba was used before a CPU worker starts; policies use numba",
+        retired_by="the scan reading instance dicts with object.__getattribute__",
+    ),
+    Seam(
         target="vllm.v1.engine.input_processor:InputProcessor._validate_params",
         digests=("1533e2351fe8e310",),
         wrap=_wrap_validate_params,
@@ -237,8 +294,29 @@ SEAMS = (
 
 
 def check_host() -> list[SeamStatus]:
-    """Return the state of every seam against the installed vLLM."""
+    """Return the state of every seam that goes in at registration, against the installed vLLM."""
     return [seams.check(seam) for seam in SEAMS]
+
+
+def prepare_runner(expected: str, actual: str) -> None:
+    """Make the worker's model runner ready for EESD.
+
+    Args:
+        expected: the runner the config was built for, "V1" or "V2".
+        actual: the one vLLM takes after looking at everything else it was asked for.
+    Raises:
+        ValueError: they differ.
+        RuntimeError: a seam into V2 does not fit the installed vLLM.
+    """
+    if expected != actual:
+        raise ValueError(
+            f"eesd: vLLM runs this engine on Model Runner {actual}, EESD was set up for {expected}: an option that "
+            "vLLM's log names is not supported with eesd"
+        )
+    if actual == "V2":
+        from vllm_eesd.host import v2_seams
+
+        v2_seams.install()
 
 
 def register() -> None:
@@ -280,8 +358,8 @@ def refuse(cause: str) -> None:
         pass  # Not even the place to say so exists: the warning above must do.
 
 
-def seams_table() -> str:
-    """Return the Markdown table of docs/seams.md, made from the records."""
+def seams_table(records: Sequence[Seam] = SEAMS) -> str:
+    """Return a Markdown table of docs/seams.md, made from the records."""
     lines = ["| place in vLLM | why | what would retire it |", "|---|---|---|"]
-    lines += [f"| `{seam.target}` | {seam.why} | {seam.retired_by} |" for seam in SEAMS]
+    lines += [f"| `{seam.target}` | {seam.why} | {seam.retired_by} |" for seam in records]
     return "\n".join(lines) + "\n"

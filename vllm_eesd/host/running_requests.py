@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from vllm_eesd.drafting import RequestSlots
 from vllm_eesd.policy import Dispatch
 from vllm_eesd.request_options import RequestOptions
+
+
+class NewRequest(NamedTuple):
+    """What a runner knows of a request that starts: its sampling parameters, prompt length and LoRA adapter, if any."""
+
+    params: Any
+    num_prompt_tokens: int
+    lora_name: str
 
 
 class RunningRequests:
@@ -23,6 +32,7 @@ class RunningRequests:
     def __init__(self, max_num_reqs: int, num_speculative_tokens: int, policy: Dispatch) -> None:
         self.num_speculative_tokens = num_speculative_tokens
         self._policy = policy
+        self._max_num_reqs = max_num_reqs
         self._slots = RequestSlots(max_num_reqs)
         self._token_budget = np.zeros(max_num_reqs, dtype=np.int64)
         self._longest_draft = np.zeros(max_num_reqs, dtype=np.int64)
@@ -38,34 +48,51 @@ class RunningRequests:
         """Slots in use, [num_requests] int64."""
         return self._slots.in_use()
 
+    def forget(self) -> None:
+        """Give every slot back, as if no request had been seen."""
+        self._slots = RequestSlots(self._max_num_reqs)
+
     def slots_of(self, runner: Any, finished: set[str]) -> np.ndarray:
         """Return the slot of each row of the runner's batch, [num_reqs] int64."""
         self._slots.release(finished)
+        # What ended in a step without tokens, the last one before an idle server, was told to no round.
+        self._slots.release([name for name in self._slots.request_ids() if name not in runner.requests])
         request_ids = runner.input_batch.req_ids
         slots, new = self._slots.assign(request_ids)
         if new.any():
-            self._admit(runner, [request_ids[row] for row in np.flatnonzero(new)], slots[new])
+            requests = [_describe(runner.requests[request_ids[row]]) for row in np.flatnonzero(new)]
+            self.admit(slots[new], requests, runner.max_model_len)
         return slots
 
-    def _admit(self, runner: Any, request_ids: list[str], slots: np.ndarray) -> None:
+    def admit(self, slots: np.ndarray, requests: Sequence[NewRequest], max_model_len: int) -> None:
+        """Read what new requests ask for, and start their policies afresh.
+
+        Args:
+            slots: [num_requests] int64, distinct: where the requests now live.
+            requests: num_requests of them.
+        """
         keys, policies = [], []
-        for request_id, slot in zip(request_ids, slots.tolist(), strict=True):
-            request = runner.requests[request_id]
-            params = request.sampling_params
+        for (params, num_prompt_tokens, lora_name), slot in zip(requests, slots.tolist(), strict=True):
             options = RequestOptions.parse(params.extra_args)
             allowed = options.max_draft_tokens if options.enabled else 0
             self._longest_draft[slot] = min(allowed, self.num_speculative_tokens)
-            budget = (
-                params.max_tokens + request.num_prompt_tokens if params.max_tokens is not None else runner.max_model_len
-            )
-            self._token_budget[slot] = min(budget, runner.max_model_len)
+            budget = max_model_len if params.max_tokens is None else params.max_tokens + num_prompt_tokens
+            self._token_budget[slot] = min(budget, max_model_len)
             self._stop_token_ids[slot] = frozenset(params.all_stop_token_ids)
             self.shares[slot] = not _alters_distribution(params)
-            lora = getattr(request, "lora_request", None)
-            keys.append("" if lora is None else lora.lora_name)
+            keys.append(lora_name)
             policies.append(options.policy)
         self._policy.choose(slots, policies)
         self._policy.reset(slots, keys)
+
+    def longest_drafts(self, slots: np.ndarray, num_tokens: np.ndarray) -> np.ndarray:
+        """Return how many draft tokens, and one more, still fit each request's budget, [num_rows] int64.
+
+        Args:
+            slots: [num_rows] int64.
+            num_tokens: [num_rows] int64, prompt and output so far.
+        """
+        return np.minimum(self._longest_draft[slots], self._token_budget[slots] - num_tokens - 1).clip(min=0)
 
     def draft_limits(self, slots: np.ndarray, num_tokens: np.ndarray, emitted: list[list[int]]) -> np.ndarray:
         """Return the longest draft each row may have, [num_rows] int64.
@@ -78,11 +105,16 @@ class RunningRequests:
             num_tokens: [num_rows] int64, prompt and output so far.
             emitted: num_rows lists, of the step just run.
         """
-        limits = np.minimum(self._longest_draft[slots], self._token_budget[slots] - num_tokens - 1).clip(min=0)
+        limits = self.longest_drafts(slots, num_tokens)
         for row, tokens in enumerate(emitted):
             if not tokens or tokens[-1] in self._stop_token_ids[slots[row]]:
                 limits[row] = 0
         return limits
+
+
+def _describe(request: Any) -> NewRequest:
+    lora = getattr(request, "lora_request", None)
+    return NewRequest(request.sampling_params, request.num_prompt_tokens, "" if lora is None else lora.lora_name)
 
 
 def _alters_distribution(params: Any) -> bool:

@@ -49,7 +49,12 @@ class SeamStatus:
 
 def digest_of(function: Callable[..., Any]) -> str:
     """Return 16 hex digits identifying a function's source, indentation and comments at the line's end aside."""
-    lines = textwrap.dedent(inspect.getsource(function)).splitlines()
+    return digest_of_lines(inspect.getsource(function).splitlines())
+
+
+def digest_of_lines(lines: list[str]) -> str:
+    """Return the digest of a function's source lines."""
+    lines = textwrap.dedent("\n".join(lines)).splitlines()
     code = "\n".join(line.rstrip() for line in lines if line.strip() and not line.lstrip().startswith("#"))
     return hashlib.sha256(code.encode()).hexdigest()[:16]
 
@@ -75,6 +80,12 @@ def _rewrapped(raw: Any, function: Callable[..., Any]) -> Any:
     if isinstance(raw, property):
         return property(function)
     return type(raw)(function) if isinstance(raw, (staticmethod, classmethod)) else function
+
+
+def source_of(seam: Seam) -> str:
+    """Return the installed source of a seam's function, at the left margin."""
+    function = _function_of(_locate(seam.target)[2])
+    return textwrap.dedent(inspect.getsource(getattr(function, _MARK, function)))
 
 
 def check(seam: Seam) -> SeamStatus:

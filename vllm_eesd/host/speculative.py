@@ -10,7 +10,10 @@ from typing import Any
 from vllm_eesd.config import EESDConfig
 from vllm_eesd.exit_head.checkpoint import ExitHeadConfig, Verifier, read_tensors
 from vllm_eesd.host.compat import ModelConfig, ParallelConfig, SpeculativeConfig
+from vllm_eesd.host.environment import Environment, read_environment
+from vllm_eesd.host.metrics import make_metrics_directory
 from vllm_eesd.policy import BetaPosterior, build_policy
+from vllm_eesd.round_trace import check_trace_file
 
 #: Targets whose layers the drafter may call in place: SupportsEagle3 in vLLM, and tested end to end. gpt-oss is not
 #: among them: every other layer of it attends through a sliding window.
@@ -29,33 +32,46 @@ PROPOSER = "vllm_eesd.host.v1.EarlyExitProposer"
 
 
 class EESDSpeculativeConfig(SpeculativeConfig):
-    """vLLM's speculative config with method `custom_class` (which selects Model Runner V1) and EESD's own settings.
+    """vLLM's speculative config with EESD's own settings.
+
+    Its `method` selects the model runner: `custom_class` is V1's, and synchronous; `draft_model` runs on V2 with
+    asynchronous scheduling. Who is meant is told by this class, not by the method.
 
     Attributes:
         eesd: what the user set.
         exit_head: which head drafts.
         head_directory: where its weights are; None when headless.
+        metrics_directory: where workers publish their counters for /metrics.
+        runner: "V1" or "V2", the model runner this was built for: the one vLLM would take by itself.
     """
 
     eesd: EESDConfig
     exit_head: ExitHeadConfig
     head_directory: str | None
+    metrics_directory: str
+    runner: str
 
     @classmethod
-    def build(cls, spec: Any, target: ModelConfig, parallel: ParallelConfig) -> EESDSpeculativeConfig:
+    def build(
+        cls, spec: Any, target: ModelConfig, parallel: ParallelConfig, enable_lora: bool = False
+    ) -> EESDSpeculativeConfig:
         """Return the validated config.
 
         Args:
             spec: "eesd" or the user's mapping.
+            enable_lora: whether requests may bring LoRA adapters.
         Raises:
             ValueError: one line: the field, its value, what is allowed.
         """
-        if not isinstance(spec, str):
-            spec = {key.replace("-", "_"): value for key, value in spec.items()}
         eesd = EESDConfig.parse(spec)
         check_target_model(target, parallel)
         exit_head, head_directory = resolve_exit_head(eesd, target)
         build_policy(eesd.policy, BetaPosterior(1), eesd.seed, eesd.policy_args)
+        check_trace_file(eesd.policy_args.get("trace_file"))
+        environment = read_environment()
+        check_runner(environment, target, parallel, enable_lora)
+        if environment.runner == "V2" and eesd.policy_args.get("trace_file") is not None:
+            raise ValueError("eesd: policy_args.trace_file is not supported on Model Runner V2; leave it out")
         config = cls(
             method="custom_class",
             model=PROPOSER,
@@ -64,10 +80,22 @@ class EESDSpeculativeConfig(SpeculativeConfig):
             target_parallel_config=parallel,
         )
         config.eesd, config.exit_head, config.head_directory = eesd, exit_head, head_directory
+        config.metrics_directory = make_metrics_directory()
+        config.runner = environment.runner
+        if config.runner == "V2":
+            # Set afterwards: building it as a draft model would load a second model's config.
+            config.method, config.model = "draft_model", target.model
+            config.draft_sample_method = eesd.draft_sample_method
+            return config
         # vLLM drafts for nobody once one row comes within K of the drafter's max_model_len; EESD limits each row.
         config.draft_model_config = copy.copy(target)
         config.draft_model_config.max_model_len = target.max_model_len + eesd.num_speculative_tokens + 1
         return config
+
+    @property
+    def max_num_new_slots_for_drafting(self) -> int:
+        """Return 0: a step's drafting reads no token that the target does not read."""
+        return 0
 
     def compute_hash(self) -> str:
         """Return a hash with all that changes the target's compiled graph: where the exit layer's KV fill sits."""
@@ -102,6 +130,30 @@ def check_target_model(target: ModelConfig, parallel: ParallelConfig) -> None:
         )
     if target.get_sliding_window() is not None:
         raise ValueError("eesd: targets with sliding-window attention are not supported; serve this model without eesd")
+
+
+def check_runner(environment: Environment, target: ModelConfig, parallel: ParallelConfig, enable_lora: bool) -> None:
+    """Refuse what EESD does not do on the model runner vLLM takes here.
+
+    Raises:
+        ValueError: it would not draft, or draft wrongly.
+    """
+    if environment.runner == "V1" and environment.platform != "cpu":
+        raise ValueError(
+            f"eesd: Model Runner V1 ({environment.runner_reason}) is supported on a CPU only; on "
+            f"{environment.platform} EESD drafts on V2: unset VLLM_USE_V2_MODEL_RUNNER"
+        )
+    if environment.runner == "V1":
+        return
+    if enable_lora:
+        raise ValueError("eesd: enable_lora is not supported on Model Runner V2; serve the adapters without eesd")
+    if parallel.data_parallel_size > 1 and target.is_moe:
+        raise ValueError(
+            f"eesd: data_parallel_size={parallel.data_parallel_size} is not supported with a mixture of experts (its "
+            "ranks would draft different lengths); use tensor_parallel_size instead"
+        )
+    if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
+        raise ValueError("eesd: context parallelism is not supported; use tensor_parallel_size instead")
 
 
 def resolve_exit_head(eesd: EESDConfig, target: ModelConfig) -> tuple[ExitHeadConfig, str | None]:
@@ -162,7 +214,7 @@ def local_directory(name: str) -> str:
     try:
         return snapshot_download(name, allow_patterns=["*.json", "*.safetensors"])
     except Exception as error:  # the Hub client's own hierarchy, network errors included
-        cause = str(error).splitlines()[0]
+        cause = " ".join(str(error).split())
         raise ValueError(
-            f"eesd: model={name!r} is neither a directory nor an available Hub repository: {cause}"
+            f"eesd: model={name!r:.200} is neither a directory nor an available Hub repository: {cause:.200}"
         ) from None

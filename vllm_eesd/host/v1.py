@@ -10,19 +10,23 @@ import torch
 from torch import nn
 
 from vllm_eesd.drafting import draft_round
+from vllm_eesd.host import verification
+from vllm_eesd.host.circuit_breaker import CircuitBreaker
 from vllm_eesd.host.compat import (
     VllmConfig,
-    create_forward_context,
     get_tp_group,
     init_logger,
-    override_forward_context,
     set_model_tag,
 )
+from vllm_eesd.host.cost_profile import profile_costs
 from vllm_eesd.host.draft_rows import DraftRows
-from vllm_eesd.host.exit_layer import HEAD_CLASSES, DraftStep, ExitHead
+from vllm_eesd.host.draft_sampling import DraftSampling
+from vllm_eesd.host.exit_layer import HEAD_CLASSES, DraftStep, ExitHead, compile_draft_step
+from vllm_eesd.host.metrics import publish
 from vllm_eesd.host.running_requests import RunningRequests
 from vllm_eesd.host.speculative import EESDSpeculativeConfig
 from vllm_eesd.policy import BetaPosterior, Calibration, CostModel, Dispatch, DraftLengthPolicy, build_policy
+from vllm_eesd.round_trace import Judged, RoundTrace
 from vllm_eesd.stats import DraftStats
 from vllm_eesd.trace import DenseRecorder
 
@@ -45,15 +49,23 @@ class EarlyExitProposer:
         self.vllm_config, self.config = vllm_config, config
         max_num_reqs = vllm_config.scheduler_config.max_num_seqs
         self.num_speculative_tokens = config.num_speculative_tokens
-        self.policy = _build_policy(config, max_num_reqs)
+        self.policy = build_dispatch(config, max_num_reqs)
         self.stats = DraftStats(config.num_speculative_tokens)
+        self.breaker = CircuitBreaker()
+        #: None drafts greedily.
+        self._sampling = DraftSampling() if config.eesd.draft_sample_method == "probabilistic" else None
+        if get_tp_group().rank_in_group == 0:
+            publish(config.metrics_directory, vllm_config.parallel_config.data_parallel_rank, self.stats)
         self._requests = RunningRequests(max_num_reqs, config.num_speculative_tokens, self.policy)
         #: While set, drafts are recorded instead of verified.
         self.recorder: DenseRecorder | None = None
+        self.round_trace = _open_trace(config)
         self._rows: DraftRows | None = None
         #: When the last round ended, and what its draft steps took: (rows, ms) each, and (rows, ms) of all the rest.
         self._round_ended = 0.0
         self._reported = time.perf_counter()
+        #: A state file that cannot be written is worth one line, not one every REPORT_EVERY_S.
+        self._state_saved = True
         self._draft_times: tuple[list[tuple[int, float]], tuple[int, float] | None] = ([], None)
 
     def load_model(self, target: nn.Module) -> None:
@@ -74,27 +86,24 @@ class EarlyExitProposer:
                 head=head,
             )
         self._layer_names = [layer.self_attn.attn.layer_name for layer in target.model.layers[: config.exit_layer]]
-        if head is not None:
+        if head is not None and head.attention_name is not None:
             self._layer_names.append(head.attention_name)
-        self._warm_up()
+        compile_draft_step(self._step, self.vllm_config, torch.device("cpu"))
         logger.info("EESD drafts with layers 0..%d and a %s exit head", config.exit_layer - 1, config.head_type)
 
-    def _warm_up(self) -> None:
-        """Compile the draft step; two rows, because a batch of one would be compiled for one only."""
-        if self._step.do_not_compile:
-            return
-        rows = torch.zeros(2, dtype=torch.int64)
-        model_config = self.vllm_config.model_config
-        hidden_states = torch.zeros(2, model_config.get_hidden_size(), dtype=model_config.dtype)
-        context = create_forward_context(None, self.vllm_config)
-        with torch.inference_mode(), override_forward_context(context):
-            self._step(rows, rows.clone(), self._step.round_context(hidden_states))
+    def profile_costs(self, runner: Any) -> None:
+        """Time steps of a few sizes, so that the first requests are not the ones to learn from. Called at start-up."""
+        profile_costs(runner, self._step, self.policy.costs)
 
     def propose(self, *args: Any, **kwargs: Any) -> list[list[int]]:
         """Refuse: without its seam the runner gives a proposer too little to draft with."""
         raise RuntimeError(
             "eesd: the seam at GPUModelRunner.propose_draft_token_ids is not installed; run `eesd doctor`"
         )
+
+    def sample(self, runner: Any, host_sample: Any, logits: torch.Tensor, metadata: Any) -> Any:
+        """Return vLLM's SamplerOutput of a step, see `verification.sample`."""
+        return verification.sample(runner, host_sample, logits, metadata, self._sampling)
 
     def propose_round(
         self,
@@ -103,7 +112,7 @@ class EarlyExitProposer:
         sampled_token_ids: list[list[int]],
         sample_hidden_states: torch.Tensor,
     ) -> list[list[int]]:
-        """Return each batch row's draft, after learning from what became of the last one.
+        """Return each batch row's draft, after learning from what became of the last one; nothing after a fault.
 
         Args:
             runner: vLLM's GPUModelRunner (CPUModelRunner on a CPU), bookkeeping done.
@@ -114,6 +123,38 @@ class EarlyExitProposer:
         Returns:
             num_reqs lists of token ids.
         """
+        nothing: list[list[int]] = [[] for _ in sampled_token_ids]
+        if self.breaker.is_open:
+            return nothing
+        try:
+            drafts = self._learn_and_draft(runner, scheduler_output, sampled_token_ids, sample_hidden_states)
+        except Exception as error:
+            self._start_afresh(runner.input_batch.req_ids)
+            self.breaker.fault(error)
+            return nothing
+        self.breaker.passed()
+        return drafts
+
+    def _start_afresh(self, request_ids: list[str]) -> None:
+        """Drop what a failed round may have left half written; the next one admits its requests anew.
+
+        Args:
+            request_ids: the batch's, none of which has a draft now; one that the scheduler passed over may have.
+        """
+        self._requests.forget()
+        if self._sampling is not None:
+            self._sampling.forget(request_ids)
+        self._rows = None
+        self._round_ended, self._draft_times = 0.0, ([], None)
+
+    def _learn_and_draft(
+        self,
+        runner: Any,
+        scheduler_output: Any,
+        sampled_token_ids: list[list[int]],
+        sample_hidden_states: torch.Tensor,
+    ) -> list[list[int]]:
+        """See `propose_round`."""
         batch = runner.input_batch
         slots = self._requests.slots_of(runner, scheduler_output.finished_req_ids)
         num_tokens = batch.num_tokens_no_spec[: len(slots)].astype(np.int64)
@@ -123,18 +164,21 @@ class EarlyExitProposer:
             limits[batch.request_lora_mapping[: len(slots)] != 0] = 0
         bonus_token_ids = np.array([ids[-1] if ids else 0 for ids in sampled_token_ids], dtype=np.int64)
         if self._rows is None:
-            self._rows = DraftRows(runner, self._step, self._layer_names)
+            self._rows = DraftRows(runner, self._step, self._layer_names, self._sampling)
+        if self._sampling is not None:
+            self._sampling.begin_round(runner, scheduler_output.finished_req_ids)
         # Whatever the scheduler reserved: a draft may never write into a block that is not its request's.
         limits = np.minimum(limits, self._rows.allocated_tokens(len(slots)) - num_tokens + 1).clip(min=0)
-        produced_bonus = None
-        if self._step.reads_target_output:
-            rows = self._produced_bonus(batch.req_ids, scheduler_output, sampled_token_ids)
-            produced_bonus = sample_hidden_states[rows]
+
+        def produced_bonus() -> torch.Tensor:
+            return sample_hidden_states[self._produced_bonus(batch.req_ids, scheduler_output, sampled_token_ids)]
+
         began = time.perf_counter()
         self._learn_costs(began, decoded, sampled_token_ids, scheduler_output.total_num_scheduled_tokens)
         with self._rows.round(num_tokens - 1, produced_bonus):
             drafts = draft_round(self._rows, self.policy, slots, bonus_token_ids, limits)
         self._round_ended = time.perf_counter()
+        self.stats.count_not_finite(self._rows.num_not_finite)
         self._report(began)
         steps = self._rows.step_times
         rest_ms = (self._round_ended - began) * 1e3 - sum(ms for _, ms in steps)
@@ -163,7 +207,7 @@ class EarlyExitProposer:
         self, batch: Any, scheduler_output: Any, slots: np.ndarray, num_tokens: np.ndarray, emitted: list
     ) -> int:
         """Count the round the target just verified and return its requests; prompt chunks and first tokens are none."""
-        verified, accepted, rows = [], [], []
+        verified, accepted, rows, judged = [], [], [], []
         scheduled = scheduler_output.scheduled_spec_decode_tokens
         num_prompt_tokens = batch.num_prompt_tokens
         for row, request_id in enumerate(batch.req_ids):
@@ -176,8 +220,12 @@ class EarlyExitProposer:
             rows.append(row)
             verified.append(len(draft))
             accepted.append(len(tokens) - 1)
+            if self.round_trace is not None:
+                judged.append(Judged(request_id, draft, tokens))
         if rows:
             decoding = slots[rows]
+            if self.round_trace is not None:
+                self.round_trace.add(judged, decoding, self.policy, self._round_ended, *self._draft_times)
             shares = self._requests.shares[decoding]
             self.policy.observe(decoding, np.array(verified), np.array(accepted), shares)
         return len(rows)
@@ -208,18 +256,30 @@ class EarlyExitProposer:
 
     def _report(self, now: float) -> None:
         """Log one line and save what was learned, every REPORT_EVERY_S while requests run."""
-        if now - self._reported < REPORT_EVERY_S:
+        if 0 <= now - self._reported < REPORT_EVERY_S:
             return
         self._reported = now
         try:
             self.policy.save_state()
+            self._state_saved = True
         except OSError as error:
-            logger.warning("eesd: policy_args.state_file cannot be written: %s", error)
+            if self._state_saved:
+                logger.warning("eesd: policy_args.state_file cannot be written, nothing is kept: %s", error)
+            self._state_saved = False
         if self.stats.rounds:
             logger.info("EESD: %s", self.stats.summary())
 
 
-def _build_policy(config: EESDSpeculativeConfig, max_num_reqs: int) -> Dispatch:
+def _open_trace(config: EESDSpeculativeConfig) -> RoundTrace | None:
+    path = config.eesd.policy_args.get("trace_file")
+    if path is None or get_tp_group().rank_in_group:  # every rank sees the same rounds
+        return None
+    settings = config.eesd.model_dump(include={"policy", "num_speculative_tokens"})
+    return RoundTrace(path, settings | {"exit_layer": config.exit_head.exit_layer})
+
+
+def build_dispatch(config: EESDSpeculativeConfig, max_num_reqs: int) -> Dispatch:
+    """Return the policies of an engine that runs `max_num_reqs` requests at once."""
     head, eesd = config.exit_head, config.eesd
     # Until measured: a draft step takes its layers' share of a plain step.
     costs = CostModel((head.exit_layer + (head.head_type != "headless")) / head.verifier.num_hidden_layers)

@@ -11,30 +11,43 @@ from vllm_eesd.trace import DenseRecorder
 class WorkerExtension:
     """Mixed into vLLM's worker by its own option `worker_extension_cls`."""
 
+    @property
+    def _drafter(self) -> Any:
+        """EESD's side of the model runner: V1 calls it its drafter, V2 its speculator."""
+        runner = self.model_runner
+        return runner.drafter if hasattr(runner, "drafter") else runner.speculator
+
     def eesd_stats(self) -> dict[str, Any]:
-        """Return the counters of `DraftStats` and, as "policy", what `DraftLengthPolicy.metrics` gives."""
-        drafter = self.model_runner.drafter
-        return drafter.stats.as_dict() | {"policy": drafter.policy_metrics()}
+        """Return the counters of `DraftStats` and `CircuitBreaker` (V1); "policy" is `DraftLengthPolicy.metrics`."""
+        drafter = self._drafter
+        breaker = drafter.breaker.as_dict() if hasattr(drafter, "breaker") else {}
+        return drafter.stats.as_dict() | breaker | {"policy": drafter.policy_metrics()}
 
     def eesd_reset_stats(self) -> None:
         """Start counting from zero."""
-        self.model_runner.drafter.stats.reset()
+        self._drafter.stats.reset()
 
     def eesd_costs(self) -> dict[str, Any]:
         """Return what steps cost so far, `vllm_eesd.policy.CostModel.state`."""
-        return self.model_runner.drafter.policy.costs.state()
+        return self._drafter.policy.costs.state()
 
     def eesd_record_dense(self) -> None:
-        """From now on draft from every position and verify nothing; wants a policy that drafts to the end."""
-        drafter = self.model_runner.drafter
+        """From now on draft from every position and verify nothing; wants a policy that drafts to the end.
+
+        Raises:
+            RuntimeError: on Model Runner V2, where drafts stay on the device.
+        """
+        drafter = self._drafter
+        if not hasattr(drafter, "recorder"):
+            raise RuntimeError("eesd: dense traces are recorded on Model Runner V1 only (a CPU)")
         drafter.recorder = DenseRecorder(drafter.num_speculative_tokens)
 
     def eesd_take_dense(self) -> list[dict[str, Any]]:
         """Stop that, and return the requests of `vllm_eesd.trace.DenseTrace` as plain mappings."""
-        recorder, self.model_runner.drafter.recorder = self.model_runner.drafter.recorder, None
+        recorder, self._drafter.recorder = self._drafter.recorder, None
         requests = [] if recorder is None else recorder.requests()
         return [{"matches": r.matches.tolist(), "confidences": r.confidences.tolist()} for r in requests]
 
     def eesd_take_rounds(self) -> list[dict[str, Any]]:
         """Return the rounds since the last call as plain mappings; the first call starts the recording."""
-        return [asdict(round_) for round_ in self.model_runner.drafter.stats.take_rounds()]
+        return [asdict(round_) for round_ in self._drafter.stats.take_rounds()]

@@ -1,0 +1,49 @@
+"""Run as a program by test_tensor_parallel.py: two ranks serve, then drafting fails on one of them."""
+
+import json
+import sys
+
+from vllm_eesd.host.worker import WorkerExtension
+
+PROMPTS = [list(range(start, start + 24)) for start in (7, 90, 200, 401)]
+
+
+class BreakableWorker(WorkerExtension):
+    def break_rank(self, rank):
+        """Make every later round fail on this rank only, before its first collective."""
+
+        def broken(*_):
+            raise RuntimeError("injected")
+
+        if self.rank == rank:
+            self.model_runner.drafter.policy.begin_round = broken
+
+
+def main(model, head):
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(
+        model,
+        dtype="float32",
+        tensor_parallel_size=2,
+        max_model_len=256,
+        enforce_eager=True,
+        skip_tokenizer_init=True,
+        disable_log_stats=True,
+        speculative_config={"method": "eesd", "model": head, "num_speculative_tokens": 4, "policy": "fixed"},
+        worker_extension_cls="tensor_parallel.BreakableWorker",
+    )
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, detokenize=False)
+    inputs = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
+    outputs = [list(map(int, o.outputs[0].token_ids)) for o in llm.generate(inputs, params, use_tqdm=False)]
+    print("SERVED " + json.dumps([outputs, llm.collective_rpc("eesd_stats")]), flush=True)
+    llm.collective_rpc("break_rank", args=(1,))
+    try:
+        llm.generate(inputs, params, use_tqdm=False)
+        print("BROKEN served", flush=True)
+    except Exception as error:
+        print(f"BROKEN {type(error).__name__}", flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,66 @@
+"""EESD's counters on their way to /metrics: a file the worker keeps, a registry that reads it."""
+
+import gc
+import os
+import time
+
+import pytest
+
+metrics = pytest.importorskip("vllm_eesd.host.metrics")
+
+
+def samples(registry=None):
+    from prometheus_client import REGISTRY, generate_latest
+
+    lines = generate_latest(registry or REGISTRY).decode().splitlines()
+    return {line.rsplit(" ", 1)[0]: float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith("eesd:")}
+
+
+def until(condition):
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def published(monkeypatch):
+    """(directory, stats) of a worker that publishes, read by this process' registry."""
+    from vllm_eesd.stats import DraftStats
+
+    monkeypatch.setattr(metrics, "PUBLISH_EVERY_S", 0.02)
+    directory, stats = metrics.make_metrics_directory(), DraftStats(3)
+    metrics.publish(directory, 7, stats)
+    return directory, stats
+
+
+def test_what_a_worker_counts_is_at_the_registry(published):
+    directory, stats = published
+    stats.count("a", [1, 2], [1, 5])
+    stats.count("b", [], [6])
+    stats.count_time(decode_ms=500.0, plain_ms=750.0)
+    until(lambda: samples().get('eesd:emitted_tokens_total{engine="7"}') == 3)
+    read = samples()
+    assert read['eesd:rounds_total{engine="7"}'] == 2
+    assert read['eesd:drafted_tokens_total{engine="7"}'] == 2 and read['eesd:accepted_tokens_total{engine="7"}'] == 1
+    assert read['eesd:decode_seconds_total{engine="7"}'] == 0.5 and read['eesd:plain_seconds_total{engine="7"}'] == 0.75
+    assert [read[f'eesd:draft_length_rounds_total{{engine="7",length="{n}"}}'] for n in range(4)] == [1, 0, 1, 0]
+    assert os.stat(directory).st_mode & 0o077 == 0
+
+
+def test_the_thread_ends_with_its_engine_or_its_reader(published):
+    import shutil
+    import threading
+
+    def publishing():
+        return sum(thread.name == "eesd-metrics" for thread in threading.enumerate())
+
+    directory, stats = published
+    assert publishing() >= 1
+    shutil.rmtree(directory)
+    stats.count("a", [1], [1, 5])
+    remaining = publishing()
+    del stats, published
+    gc.collect()
+    until(lambda: publishing() < remaining)
+    until(lambda: 'eesd:rounds_total{engine="7"}' not in samples())

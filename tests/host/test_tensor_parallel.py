@@ -1,0 +1,69 @@
+"""Two ranks: the same answers; and a fault on one of them ends the engine instead of hanging or answering wrongly."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import tensor_parallel
+
+HERE = Path(__file__).parent
+LIMIT_S, GRACE_S = 400, 20
+
+
+def processes_of(session):
+    """Processes of this session that are not zombies."""
+    found = []
+    for directory in Path("/proc").iterdir():
+        if directory.name.isdigit():
+            try:
+                state, _, _, owner = (directory / "stat").read_text().rpartition(")")[2].split()[:4]
+            except OSError:
+                continue
+            if int(owner) == session and state != "Z":
+                found.append(int(directory.name))
+    return found
+
+
+@pytest.fixture(scope="module")
+def ran(random_target, cloned_head):
+    """(what the program printed, by first word; processes it left behind; everything it said)"""
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("VLLM_ENABLE_V1", "VLLM_LOGGING", "VLLM_CPU_OMP"))}
+    env |= {"PYTHONPATH": str(HERE), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    command = [sys.executable, str(HERE / "tensor_parallel.py"), random_target, cloned_head(random_target, 7, 7)]
+    process = subprocess.Popen(
+        command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+    try:
+        said, _ = process.communicate(timeout=LIMIT_S)
+        deadline = time.monotonic() + GRACE_S
+        while processes_of(process.pid) and time.monotonic() < deadline:
+            time.sleep(0.2)
+    finally:
+        left = processes_of(process.pid)
+        for pid in left:
+            os.kill(pid, 9)
+    words = dict(line.split(" ", 1) for line in said.splitlines() if line.startswith(("SERVED ", "BROKEN ")))
+    return words, left, said
+
+
+@pytest.mark.feature("tensor parallel, two ranks", "the same answers")
+def test_two_ranks_answer_as_one_does(ran, engine, greedy, random_target):
+    words, _, said = ran
+    assert "SERVED" in words, said[-4000:]
+    outputs, stats = json.loads(words["SERVED"])
+    with engine(random_target) as llm:
+        assert [tuple(tokens) for tokens in outputs] == greedy(llm, tensor_parallel.PROMPTS, max_tokens=40)
+    for rank in stats:
+        assert rank["accepted"] == rank["drafted"] > 40
+    assert stats[0]["draft_length_histogram"] == stats[1]["draft_length_histogram"]
+
+
+def test_a_fault_on_one_rank_ends_the_engine_cleanly(ran):
+    words, left, said = ran
+    assert words.get("BROKEN") == "EngineDeadError", said[-4000:]
+    assert left == []
+    assert said.count("drafting failed on one of several ranks") == 1

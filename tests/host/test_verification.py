@@ -1,0 +1,168 @@
+"""What V1 verifies itself, without an engine: as the reference does, which batches, from which distributions."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from vllm_eesd.kernels.reference import rejection
+
+from vllm_eesd.host.draft_sampling import DraftSampling
+from vllm_eesd.host.verification import keep_while_equal, only_temperature
+
+VOCAB_SIZE = 3  # so few that drafts are often right
+
+
+def metadata_of(drafts):
+    """What the runner says of these drafts, a list of token ids per request."""
+    num_drafts = np.array([len(draft) for draft in drafts])
+    ends = (num_drafts + 1).cumsum()
+    rows = [np.arange(end - num - 1, end - 1) for end, num in zip(ends, num_drafts, strict=True)]
+    return SimpleNamespace(
+        draft_token_ids=torch.tensor([token for draft in drafts for token in draft], dtype=torch.int32),
+        num_draft_tokens=num_drafts.tolist(),
+        cu_num_sampled_tokens=torch.from_numpy(ends.astype(np.int32)),
+        target_logits_indices=torch.from_numpy(np.concatenate(rows).astype(np.int32)),
+        max_spec_len=int(num_drafts.max()),
+    )
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    drafts=st.lists(st.lists(st.integers(-1, VOCAB_SIZE - 1), max_size=4), min_size=1, max_size=6),
+    seed=st.integers(0, 99),
+)
+def test_greedy_tokens_are_the_references(drafts, seed):
+    metadata = metadata_of(drafts)
+    cu_num_logits = torch.nn.functional.pad(metadata.cu_num_sampled_tokens, (1, 0))
+    num_logits = int(cu_num_logits[-1])
+    logits = torch.randn(num_logits, VOCAB_SIZE, generator=torch.Generator().manual_seed(seed))
+    input_token_ids = torch.full((num_logits,), 7, dtype=torch.int32)
+    input_token_ids[metadata.target_logits_indices + 1] = metadata.draft_token_ids
+    expected = rejection(logits, input_token_ids, cu_num_logits, torch.arange(num_logits), metadata.max_spec_len)
+    ours = keep_while_equal(logits.argmax(-1).tolist(), metadata)
+    assert ours.dtype == np.int32
+    assert np.array_equal(ours, expected.sampled.numpy())
+
+
+def plain_batch(**changes):
+    from vllm.v1.sample.logits_processor import LogitsProcessors
+
+    state = {
+        "no_penalties": True,
+        "max_num_logprobs": None,
+        "logprob_token_ids": None,
+        "top_k": None,
+        "top_p": None,
+        "allowed_token_ids_mask": None,
+        "bad_words_token_ids": {},
+        "thinking_budget_state_holder": None,
+        "logitsprocs": LogitsProcessors(),
+    }
+    return SimpleNamespace(**state | changes)
+
+
+def processors(min_toks):
+    """Those that vLLM always loads, and requests with `min_tokens`."""
+    from vllm.v1.sample.logits_processor import LogitsProcessors
+    from vllm.v1.sample.logits_processor.builtin import MinTokensLogitsProcessor
+
+    processor = MinTokensLogitsProcessor(None, torch.device("cpu"), False)
+    processor.min_toks = min_toks
+    return LogitsProcessors([processor])
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"no_penalties": False},
+        {"max_num_logprobs": 0},
+        {"logprob_token_ids": {0: [1]}},
+        {"top_k": torch.tensor([3])},
+        {"top_p": torch.tensor([0.5])},
+        {"allowed_token_ids_mask": torch.zeros(1, 3, dtype=torch.bool)},
+        {"bad_words_token_ids": {0: [[1]]}},
+        {"thinking_budget_state_holder": SimpleNamespace(has_tracked_requests=lambda: True)},
+        {"logitsprocs": SimpleNamespace(all=[object()])},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_what_vllm_must_sample(changes):
+    assert not only_temperature(plain_batch(**changes))
+
+
+def test_processors_that_nobody_asked_for_do_not_matter():
+    idle_holder = SimpleNamespace(has_tracked_requests=lambda: False)
+    assert only_temperature(plain_batch(logitsprocs=processors({}), thinking_budget_state_holder=idle_holder))
+    assert not only_temperature(plain_batch(logitsprocs=processors({0: (2, [], set(), False)})))
+
+
+def runner_of(temperatures, grammar=(), generators=None):
+    """A runner whose batch has requests "0", "1", ...; those in `grammar` have one."""
+    ids = [str(row) for row in range(len(temperatures))]
+    params = {i: SimpleNamespace(structured_outputs="json" if int(i) in grammar else None) for i in ids}
+    batch = SimpleNamespace(
+        req_ids=ids, temperature_cpu=np.array(temperatures, dtype=np.float32), generators=generators or {}
+    )
+    return SimpleNamespace(
+        input_batch=batch, requests={i: SimpleNamespace(sampling_params=p) for i, p in params.items()}
+    )
+
+
+def test_drafts_are_drawn_from_what_verification_is_told():
+    """At the request's temperature; greedy rows and those under a grammar take the most probable token."""
+    torch.manual_seed(0)
+    sampling, logits = DraftSampling(), torch.tensor([[0.0, 1.0, 2.0]] * 4)
+    temperatures, grammar, num_rounds = [0.0, 0.5, 1.5, 1.0], {3}, 4000
+    counts = torch.zeros(4, 3)
+    for _ in range(num_rounds):
+        sampling.begin_round(runner_of(temperatures, grammar), set())
+        drafted = sampling.draw(np.arange(4), logits, np.full(4, 2))
+        counts[torch.arange(4), torch.from_numpy(drafted)] += 1
+    assert counts[[0, 3], 2].tolist() == [num_rounds] * 2
+    told = sampling.logits_of(list("0123"), [1, 1, 1, 1], 3)
+    assert torch.equal(told[3, 0].softmax(-1), torch.tensor([0.0, 0.0, 1.0]))
+    for row in (1, 2):
+        q = (told[row, 0] / temperatures[row]).softmax(-1)
+        # Five standard deviations of a token's share.
+        assert ((counts[row] / num_rounds - q).abs() < 5 * (q * (1 - q) / num_rounds).sqrt()).all()
+
+
+def test_distributions_wait_for_requests_that_the_scheduler_passed_over():
+    sampling = DraftSampling()
+    steps = [torch.randn(2, 5), torch.randn(1, 5)]
+    sampling.begin_round(runner_of([1.0, 1.0]), set())
+    sampling.draw(np.array([0, 1]), steps[0], np.zeros(2, dtype=np.int64))
+    sampling.draw(np.array([1]), steps[1], np.zeros(1, dtype=np.int64))
+    passed_over = runner_of([1.0])
+    passed_over.requests["1"] = passed_over.requests["0"]
+    sampling.begin_round(passed_over, set())  # "0" has been verified, "1" was not in the batch
+    assert sampling.logits_of(["0"], [2], 5) is None
+    told = sampling.logits_of(["0", "1"], [0, 2], 5)
+    assert torch.equal(told[1], torch.stack([steps[0][1], steps[1][0]]))
+    assert torch.equal(sampling.logits_of(["1"], [1], 5)[0, 0], steps[0][1])  # the scheduler cut one
+    sampling.begin_round(passed_over, {"1"})
+    assert sampling.logits_of(["1"], [2], 5) is None
+
+
+def test_distributions_of_requests_whose_end_no_round_heard_of_are_forgotten():
+    sampling = DraftSampling()
+    sampling.begin_round(runner_of([1.0, 1.0]), set())
+    sampling.draw(np.array([1]), torch.randn(1, 5), np.zeros(1, dtype=np.int64))
+    sampling.begin_round(runner_of([1.0]), set())  # "1" is nowhere any more
+    assert sampling.logits_of(["1"], [1], 5) is None
+
+
+def test_a_seeded_request_draws_from_its_own_generator():
+    drafts = []
+    for noise in (1, 2):
+        torch.manual_seed(noise)
+        sampling, generators = DraftSampling(), {1: torch.Generator().manual_seed(5)}
+        sampling.begin_round(runner_of([1.0, 1.0], generators=generators), set())
+        drafts.append([sampling.draw(np.arange(2), torch.zeros(2, 10**6), np.zeros(2, dtype=int)) for _ in range(3)])
+    first, second = (np.array(draft) for draft in drafts)
+    assert np.array_equal(first[:, 1], second[:, 1])
+    assert len(set(first[:, 1])) == 3
+    assert not np.array_equal(first[:, 0], second[:, 0])

@@ -1,0 +1,129 @@
+"""EESD's own numbers at vLLM's /metrics: the worker keeps a small file up to date, the API server's registry reads it.
+
+vLLM's statistics travel from engine to API server in messages of fixed fields, so these go beside them: through a
+directory that the config names, made by the process that reads the user's arguments and removed when it ends. With
+several API servers (or workers on other machines) vLLM collects metrics in another way, and EESD's are missing.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import shutil
+import tempfile
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from prometheus_client import REGISTRY
+from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from vllm_eesd.stats import DraftStats
+
+PUBLISH_EVERY_S = 1.0
+#: Fields of a published file and what they count.
+COUNTERS = {
+    "rounds": "Decoding rounds, one per request and step, those without a draft among them.",
+    "drafted_tokens": "Draft tokens the target judged; placeholders are none.",
+    "accepted_tokens": "Draft tokens the target accepted.",
+    "emitted_tokens": "Tokens that rounds emitted: the accepted drafts and one of the target's own each.",
+    "decode_seconds": "Time of the steps in which every request decoded, drafting included.",
+    "plain_seconds": "What the tokens of those steps would have taken without drafts: an estimate.",
+}
+LENGTHS = "draft_length_rounds"
+LENGTHS_HELP = "Rounds by the number of draft tokens judged."
+
+
+class DraftCollector(Collector):
+    """Reads published files for Prometheus; each is an engine."""
+
+    def __init__(self) -> None:
+        self._directories: list[Path] = []
+
+    def add(self, directory: str) -> None:
+        """Read this directory too, from now on."""
+        self._directories.append(Path(directory))
+
+    def describe(self) -> list[Metric]:
+        """Nothing is read when the collector is registered."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        published = dict(self._published())
+        for name, text in COUNTERS.items():
+            family = CounterMetricFamily(f"eesd:{name}", text, labels=["engine"])
+            for engine, figures in published.items():
+                family.add_metric([engine], figures[name])
+            yield family
+        family = CounterMetricFamily(f"eesd:{LENGTHS}", LENGTHS_HELP, labels=["engine", "length"])
+        for engine, figures in published.items():
+            for length, rounds in enumerate(figures[LENGTHS]):
+                family.add_metric([engine, str(length)], rounds)
+        yield family
+
+    def _published(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        for directory in self._directories:
+            for path in sorted(directory.glob("*.json")):
+                with suppress(FileNotFoundError):  # its engine has just ended
+                    yield path.stem, json.loads(path.read_text(encoding="utf-8"))
+
+
+_collector: DraftCollector | None = None
+
+
+def make_metrics_directory() -> str:
+    """Return a new directory of which this process' registry reads what workers publish."""
+    global _collector
+    directory = tempfile.mkdtemp(prefix="eesd-metrics-")
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    if _collector is None:
+        _collector = DraftCollector()
+        REGISTRY.register(_collector)
+    _collector.add(directory)
+    return directory
+
+
+def publish(directory: str, engine: int, stats: DraftStats) -> None:
+    """Keep a file with these counters up to date from a thread, for as long as they exist and the directory does."""
+    reference = weakref.ref(stats)
+    threading.Thread(target=_publish_on, args=(directory, engine, reference), name="eesd-metrics", daemon=True).start()
+
+
+def _publish_on(directory: str, engine: int, reference: weakref.ref[DraftStats]) -> None:
+    path, last, pause = Path(directory) / f"{engine}.json", None, threading.Event()
+    while (stats := reference()) is not None:
+        figures = _figures(stats)
+        del stats
+        if figures != last:
+            try:
+                _replace(path, json.dumps(figures))
+            except OSError:
+                return  # removed: whoever read it has ended, or is on another machine
+            last = figures
+        pause.wait(PUBLISH_EVERY_S)
+    path.unlink(missing_ok=True)
+
+
+def _figures(stats: DraftStats) -> dict[str, Any]:
+    counted = stats.as_dict()
+    return {
+        "rounds": counted["rounds"],
+        "drafted_tokens": counted["drafted"],
+        "accepted_tokens": counted["accepted"],
+        "emitted_tokens": counted["emitted"],
+        "decode_seconds": stats.decode_ms / 1e3,
+        "plain_seconds": stats.plain_ms / 1e3,
+        LENGTHS: counted["draft_length_histogram"],
+    }
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write a file so that a reader sees the old one or the new one, whole."""
+    temporary = path.with_suffix(".new")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)

@@ -1,0 +1,144 @@
+"""Verification on Model Runner V1: which drafts of a step the target keeps, and its own token behind them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from vllm_eesd.host.compat import (
+    LogitBiasLogitsProcessor,
+    MinPLogitsProcessor,
+    MinTokensLogitsProcessor,
+    SamplerOutput,
+)
+from vllm_eesd.host.draft_sampling import DraftSampling
+from vllm_eesd.kernels.reference import rejection
+
+#: vLLM's own logits processors, and where each keeps what requests asked of it: empty, it changes nothing.
+PROCESSOR_STATE = {
+    LogitBiasLogitsProcessor: "biases",
+    MinPLogitsProcessor: "min_p_count",
+    MinTokensLogitsProcessor: "min_toks",
+}
+
+
+def sample(
+    runner: Any,
+    host_sample: Callable[..., Any],
+    logits: torch.Tensor,
+    metadata: Any,
+    draft_sampling: DraftSampling | None,
+) -> Any:
+    """Return the tokens of a step: by vLLM's own sampler where something else than a temperature changes the logits.
+
+    Args:
+        runner: vLLM's GPUModelRunner, on a CPU.
+        host_sample: its own `_sample`.
+        logits: [num_logits, vocab_size], a row for every draft and one more per request; a grammar has masked them.
+        metadata: vLLM's SpecDecodeMetadata.
+        draft_sampling: knows what drafts were drawn from; None if all are the draft model's most probable tokens.
+    Returns:
+        vLLM's SamplerOutput; sampled_token_ids [num_reqs, longest draft + 1] int32, -1 behind a request's last token.
+    """
+    if metadata.max_spec_len == 0:
+        # Without drafts there is one row per request, as in a plain step: sample them as a plain step does.
+        return host_sample(runner, logits, None)
+    sampling, request_ids = runner.input_batch.sampling_metadata, runner.input_batch.req_ids
+    draft_logits = None
+    if draft_sampling is not None:
+        draft_logits = draft_sampling.logits_of(request_ids, metadata.num_draft_tokens, logits.shape[-1])
+    if not only_temperature(sampling):
+        if draft_logits is not None:
+            scale = sampling.temperature.where(sampling.temperature > 0, 1.0)[:, None, None]
+            runner._draft_probs = (draft_logits.float() / scale).softmax(dim=-1)
+            runner._draft_prob_req_ids = list(request_ids)
+        return host_sample(runner, logits, metadata)
+    if sampling.all_greedy:
+        # The argmax a plain step takes, over all rows at once.
+        best = runner.sampler.greedy_sample(logits.float()).tolist()
+        sampled = torch.from_numpy(keep_while_equal(best, metadata))
+    else:
+        input_token_ids = runner.input_ids.gpu[metadata.logits_indices]
+        # The runner has written 0 over placeholders: they were not drafted, so no distribution stands behind them.
+        input_token_ids[metadata.target_logits_indices + 1] = metadata.draft_token_ids
+        sampled = _rejection(logits, input_token_ids, metadata, sampling, draft_logits)
+    return SamplerOutput(sampled_token_ids=sampled, logprobs_tensors=None)
+
+
+def only_temperature(sampling: Any) -> bool:
+    """Return whether no request of the batch wants more than a temperature: no other change of logits, no logprobs.
+
+    Args:
+        sampling: vLLM's SamplingMetadata.
+    """
+    holder = sampling.thinking_budget_state_holder
+    return (
+        sampling.no_penalties
+        and sampling.max_num_logprobs is None
+        and not sampling.logprob_token_ids
+        and sampling.top_k is None
+        and sampling.top_p is None
+        and sampling.allowed_token_ids_mask is None
+        and not sampling.bad_words_token_ids
+        and not (holder is not None and holder.has_tracked_requests())
+        and all(_is_idle(processor) for processor in sampling.logitsprocs.all)
+    )
+
+
+def _is_idle(processor: Any) -> bool:
+    """Return whether no request asked for it; one that is not known may do anything."""
+    state = PROCESSOR_STATE.get(type(processor))
+    return state is not None and not getattr(processor, state)
+
+
+def keep_while_equal(best: list[int], metadata: Any) -> np.ndarray:
+    """Return the target's own tokens up to the first that is not the draft's, per request.
+
+    What is accepted is what the target would have said: so its own tokens are the output, one more than were accepted.
+    In Python, which is done before an array operation is dispatched: there are a few dozen tokens.
+
+    Args:
+        best: num_logits token ids, the target's most probable one behind each input token.
+        metadata: vLLM's SpecDecodeMetadata; a draft of -1 is a placeholder.
+    Returns:
+        [num_reqs, longest draft + 1] int32, -1 behind a request's last token.
+    """
+    drafted = metadata.draft_token_ids.tolist()
+    kept = np.full((len(metadata.num_draft_tokens), metadata.max_spec_len + 1), -1, dtype=np.int32)
+    row = draft = 0
+    for request, num_drafts in enumerate(metadata.num_draft_tokens):
+        accepted = 0
+        while accepted < num_drafts and best[row + accepted] == drafted[draft + accepted]:
+            accepted += 1
+        kept[request, : accepted + 1] = best[row : row + accepted + 1]
+        row, draft = row + num_drafts + 1, draft + num_drafts
+    return kept
+
+
+def _rejection(
+    logits: torch.Tensor,
+    input_token_ids: torch.Tensor,
+    metadata: Any,
+    sampling: Any,
+    draft_logits: torch.Tensor | None,
+) -> torch.Tensor:
+    """Return what `rejection` emits of greedy and sampled requests, as vLLM wants it."""
+    cu_num_logits = torch.nn.functional.pad(metadata.cu_num_sampled_tokens, (1, 0))
+    # float64, because float32 draws are exactly 0 once in 16 million times, and 0 rejects nothing that is possible.
+    uniforms = torch.rand(len(logits), 2, dtype=torch.float64)
+    for request, generator in sampling.generators.items():
+        uniforms[cu_num_logits[request] : cu_num_logits[request + 1]].uniform_(generator=generator)
+    verified = rejection(
+        logits,
+        input_token_ids,
+        cu_num_logits,
+        metadata.logits_indices,  # where tokens will stand is the runner's own business
+        metadata.max_spec_len,
+        temperature=sampling.temperature,
+        draft_logits=draft_logits,
+        uniforms=uniforms,
+    )
+    return verified.sampled.int()
