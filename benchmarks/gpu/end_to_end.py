@@ -1,0 +1,247 @@
+"""End-to-end cost of plain decoding, EESD, n-gram lookup and a draft model on a big target without its weights.
+
+    python benchmarks/gpu/end_to_end.py 8b --csv benchmarks/results/gpu_end_to_end.csv
+    python benchmarks/gpu/end_to_end.py --plot benchmarks/results/gpu_end_to_end.csv
+
+The target has an 8B (or 1B) model's shape and random weights, so its drafts are worth nothing: acceptance is imposed on
+every method by vLLM's `rejection_sample_method="synthetic"`, from the rates below. What is measured is what drafting
+and verification cost on this GPU. Engines are alive at once, each in a process of its own, and take turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+#: Share of rounds in which draft token i was accepted: the embedded model and its head at batch 1, README.md's table.
+RATES = [0.84, 0.76, 0.58, 0.46, 0.38, 0.29, 0.25, 0.19]
+#: Tokens an n-gram round emitted there (of 4 drafted), placeholders for failed look-ups included.
+NGRAM_LENGTH = 3.08
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+#: Of Llama 3.1 8B and Llama 3.2 1B; `tiny` exercises this script on any machine.
+SHAPES = {
+    "8b": (4096, 14336, 32, 32, 8, 128),
+    "1b": (2048, 8192, 16, 32, 8, 64),
+    "160m": (768, 3072, 12, 12, 12, 64),
+    "tiny": (64, 128, 4, 4, 2, 16),
+}
+NAMES = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+)
+#: Shape of the draft model beside each target.
+DRAFT_MODEL = {"8b": "1b", "1b": "160m", "tiny": "tiny"}
+EXIT_LAYER = {"8b": 3, "1b": 2, "tiny": 1}
+METHODS = ("plain", "eesd", "ngram", "draft_model")
+PROMPT_TOKENS = 128
+
+
+def config_directory(shape: str, root: Path) -> str:
+    """Return a directory that holds a model's config and nothing else."""
+    directory = root / shape
+    directory.mkdir(exist_ok=True)
+    config = LLAMA | dict(zip(NAMES, SHAPES[shape], strict=True))
+    if shape == "tiny":
+        config["vocab_size"] = 512
+    (directory / "config.json").write_text(json.dumps(config))
+    return str(directory)
+
+
+def speculative_config(method: str, shape: str, root: Path) -> dict | None:
+    """Return vLLM's `speculative_config`; EESD drafts headless, with one layer more in place of an exit layer."""
+    if method == "plain":
+        return None
+    if method == "eesd":
+        exit_layer = EXIT_LAYER[shape] + 1
+        return {"method": "eesd", "exit_layer": exit_layer, "num_speculative_tokens": len(RATES)}
+    imposed = {"rejection_sample_method": "synthetic"}
+    if method == "ngram":
+        ngram = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 2, "prompt_lookup_max": 4}
+        return ngram | imposed | {"synthetic_acceptance_length": NGRAM_LENGTH}
+    draft = {"method": "draft_model", "model": config_directory(DRAFT_MODEL[shape], root)}
+    return draft | imposed | {"num_speculative_tokens": 4, "synthetic_acceptance_rates": RATES[:4]}
+
+
+def impose_acceptance_on_eesd() -> None:
+    """Give EESD's config the rates; it has no option for that, since no server should."""
+    from vllm_eesd.host.speculative import EESDSpeculativeConfig
+
+    build = EESDSpeculativeConfig.build.__func__
+
+    def imposed(cls, *args, **kwargs):
+        config = build(cls, *args, **kwargs)
+        config.rejection_sample_method, config.synthetic_acceptance_rates = "synthetic", list(RATES)
+        return config
+
+    EESDSpeculativeConfig.build = classmethod(imposed)
+
+
+def serve(method: str, shape: str, root: Path, options: argparse.Namespace) -> None:
+    """Answer {"batch": B, "max_tokens": T} on stdin with {"seconds": S, "tokens": N} on stdout, until it closes."""
+    answers, sys.stdout = sys.stdout, sys.stderr
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    from vllm import LLM, SamplingParams
+
+    if method == "eesd":
+        impose_acceptance_on_eesd()
+    llm = LLM(
+        config_directory(shape, root),
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        max_model_len=1024,
+        enable_prefix_caching=False,
+        distributed_executor_backend="uni",
+        seed=0,
+        speculative_config=speculative_config(method, shape, root),
+        **json.loads(options.engine),
+    )
+    print(json.dumps({"ready": True}), file=answers, flush=True)
+    vocab_size = llm.llm_engine.model_config.get_vocab_size()
+    generator = random.Random(0)
+    for line in sys.stdin:
+        asked = json.loads(line)
+        prompts = [
+            {"prompt_token_ids": [generator.randrange(3, vocab_size) for _ in range(PROMPT_TOKENS)]}
+            for _ in range(asked["batch"])
+        ]
+        params = SamplingParams(temperature=0, max_tokens=asked["max_tokens"], ignore_eos=True, detokenize=False)
+        began = time.perf_counter()
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        seconds = time.perf_counter() - began
+        tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
+        print(json.dumps({"seconds": seconds, "tokens": tokens}), file=answers, flush=True)
+
+
+def ask(engine: subprocess.Popen, question: dict | None) -> dict:
+    if question is not None:
+        engine.stdin.write(json.dumps(question) + "\n")
+        engine.stdin.flush()
+    line = engine.stdout.readline()
+    if not line:
+        raise RuntimeError(f"{engine.args}: ended with status {engine.wait()}; its log is above")
+    return json.loads(line)
+
+
+def measure(shape: str, options: argparse.Namespace, root: Path) -> list[dict]:
+    """Return one row per method and batch size: tokens per second, and the speedup paired by round."""
+    engines = {}
+    rows = []
+    try:
+        for method in options.methods:
+            command = [sys.executable, __file__, shape, "--serve", method, "--root", str(root)]
+            command += ["--engine", options.engine]
+            engines[method] = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            ask(engines[method], None)  # one after the other: they share the GPU's memory
+        for batch in options.batch:
+            question = {"batch": batch, "max_tokens": options.max_tokens}
+            speeds: dict[str, list[float]] = {method: [] for method in engines}
+            for turn in range(options.rounds + 1):
+                for method, engine in engines.items():
+                    answer = ask(engine, question)
+                    if turn:  # the first turn warms up
+                        speeds[method].append(answer["tokens"] / answer["seconds"])
+            for method, figures in speeds.items():
+                ratios = [own / plain for own, plain in zip(figures, speeds["plain"], strict=True)]
+                rows.append(
+                    {
+                        "shape": shape,
+                        "batch": batch,
+                        "method": method,
+                        "tokens_per_s": round(statistics.median(figures), 1),
+                        "speedup": round(statistics.median(ratios), 3),
+                        "speedup_min": round(min(ratios), 3),
+                        "speedup_max": round(max(ratios), 3),
+                        "acceptance": "imposed",
+                        "rounds": options.rounds,
+                    }
+                )
+                print(rows[-1], flush=True)
+    finally:
+        for engine in engines.values():
+            engine.stdin.close()
+        for engine in engines.values():
+            engine.wait()
+    return rows
+
+
+def plot(path: Path) -> Path:
+    """Draw speedup against batch size, a panel per shape; return the picture's path."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    with path.open(newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    shapes = sorted({row["shape"] for row in rows})
+    figure, axes = pyplot.subplots(1, len(shapes), figsize=(5 * len(shapes), 4), squeeze=False)
+    for axis, shape in zip(axes[0], shapes, strict=True):
+        lines: dict[str, dict[int, float]] = {}
+        for row in rows:  # of several runs the last one counts
+            if row["shape"] == shape:
+                lines.setdefault(row["method"], {})[int(row["batch"])] = float(row["speedup"])
+        for method, points in lines.items():
+            axis.plot(sorted(points), [points[batch] for batch in sorted(points)], marker="o", label=method)
+        axis.set(title=f"{shape}, acceptance imposed", xscale="log", xlabel="requests", ylabel="speedup over plain")
+        axis.legend()
+    figure.suptitle(rows[-1]["hardware"])
+    figure.tight_layout()
+    picture = path.with_suffix(".png")
+    figure.savefig(picture, dpi=120)
+    return picture
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("shape", nargs="?", choices=sorted(DRAFT_MODEL), default="8b")
+    parser.add_argument("--methods", type=lambda text: text.split(","), default=list(METHODS))
+    parser.add_argument("--batch", type=lambda text: [int(b) for b in text.split(",")], default=[1, 8, 32, 64])
+    parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--engine", default='{"gpu_memory_utilization": 0.22}', help="further arguments of vllm.LLM")
+    parser.add_argument("--csv", type=Path, default=Path("benchmarks/results/gpu_end_to_end.csv"))
+    parser.add_argument("--plot", type=Path, metavar="CSV", help="measure nothing")
+    parser.add_argument("--serve", help=argparse.SUPPRESS)
+    parser.add_argument("--root", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.serve:
+        serve(options.serve, options.shape, options.root, options)
+        return
+    if not options.plot:
+        if options.methods[0] != "plain":
+            parser.error("--methods must begin with plain, of which the speedups are")
+        sys.path.append(str(Path(__file__).resolve().parents[1]))
+        from harness import append
+
+        with tempfile.TemporaryDirectory() as root:
+            append(options.csv, measure(options.shape, options, Path(root)))
+    print(plot(options.plot or options.csv))
+
+
+if __name__ == "__main__":
+    main()

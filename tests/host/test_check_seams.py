@@ -1,0 +1,55 @@
+"""`.ci/check-seams` reads another release's wheel; of the installed release it must say what `check_host` says."""
+
+import importlib.util
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from vllm_eesd.host import plugin, v2_seams
+
+SCRIPT = Path(__file__).resolve().parents[2] / ".ci" / "check-seams"
+SEAMS = (*plugin.SEAMS, *v2_seams.SEAMS)
+#: Where the functions are that Model Runner V2 imports by name.
+IMPORTED = ("vllm.v1.worker.gpu.spec_decode", "vllm.v1.worker.gpu.spec_decode.adaptive_verification")
+
+
+@pytest.fixture
+def make_wheel(tmp_path):
+    """Return make(edit): a wheel with the installed modules that seams are in, each source changed by `edit`."""
+
+    def make(edit):
+        path = tmp_path / "vllm-0.0.0-py3-none-any.whl"
+        package = Path(importlib.util.find_spec("vllm").origin).parent
+        with zipfile.ZipFile(path, "w") as wheel:
+            for name in {seam.target.partition(":")[0] for seam in SEAMS} | set(IMPORTED):
+                file = package.parent.joinpath(*name.split("."))
+                file = file / "__init__.py" if file.is_dir() else file.with_suffix(".py")
+                wheel.writestr(str(file.relative_to(package.parent)), edit(file.read_text()))
+        return path
+
+    return make
+
+
+def run(wheel):
+    return subprocess.run([sys.executable, str(SCRIPT), str(wheel)], capture_output=True, text=True)
+
+
+def test_the_installed_release_fits(make_wheel):
+    done = run(make_wheel(lambda source: source))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count(": fits\n") == len(SEAMS)
+
+
+def test_other_arguments_and_vanished_places_are_told(make_wheel):
+    def edit(source):
+        return source.replace("def take_draft_token_ids(self)", "def take_draft_token_ids(self, wait)").replace(
+            "def add_requests(", "def add_all_requests("
+        )
+
+    done = run(make_wheel(edit))
+    assert done.returncode == 1
+    assert "GPUModelRunner.take_draft_token_ids: CHANGED" in done.stdout and "(self, wait)" in done.stdout
+    assert "GPUModelRunner.add_requests: GONE" in done.stdout

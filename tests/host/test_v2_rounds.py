@@ -1,0 +1,137 @@
+"""Model Runner V2's host side without an engine: what is learned late is learned of the right round and request."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from vllm_eesd.config import EESDConfig
+from vllm_eesd.exit_head.checkpoint import ExitHeadConfig, Verifier
+from vllm_eesd.host import v2_rounds
+from vllm_eesd.host.v2_lag import LAG
+from vllm_eesd.host.v2_rounds import Rounds
+
+K = 4
+ALWAYS = {"policy": "confidence", "policy_args": {"threshold": 0.5}}
+
+
+def make_rounds(monkeypatch, **eesd):
+    monkeypatch.setattr(v2_rounds, "get_tp_group", lambda: SimpleNamespace(world_size=1))
+    verifier = Verifier(
+        name_or_path="t", architecture="LlamaForCausalLM", hidden_size=64, num_hidden_layers=8, vocab_size=512
+    )
+    head = ExitHeadConfig(exit_layer=2, head_type="headless", verifier=verifier)
+    config = SimpleNamespace(
+        eesd=EESDConfig(num_speculative_tokens=K, **eesd),
+        exit_head=head,
+        head_directory=None,
+        num_speculative_tokens=K,
+    )
+    return Rounds(config, max_num_reqs=3, max_model_len=100, device=torch.device("cpu"))
+
+
+def new_request(max_tokens=50, structured_outputs=None, **extra_args):
+    params = SimpleNamespace(
+        extra_args=extra_args,
+        max_tokens=max_tokens,
+        all_stop_token_ids=set(),
+        presence_penalty=0,
+        frequency_penalty=0,
+        repetition_penalty=1.0,
+        bad_words=None,
+        allowed_token_ids=None,
+        structured_outputs=structured_outputs,
+    )
+    return SimpleNamespace(sampling_params=params, prompt_token_ids=[1] * 10, prefill_token_ids=[1] * 10)
+
+
+def batch(slots, scheduled=None, prefilling=False, computed=10, tokens=1):
+    num_reqs = len(slots)
+    drafts = None if scheduled is None else np.array(scheduled)
+    return SimpleNamespace(
+        idx_mapping_np=np.array(slots),
+        num_draft_tokens_per_req=drafts,
+        num_scheduled_tokens=np.full(num_reqs, tokens) + (0 if drafts is None else drafts),
+        is_prefilling_np=np.full(num_reqs, prefilling),
+        num_computed_prefill_tokens_np=np.full(num_reqs, computed),
+        prefill_len_np=np.full(num_reqs, 10),
+        num_tokens=num_reqs,
+    )
+
+
+def begin(rounds, slots, num_sampled, **kwargs):
+    return rounds.begin(batch(slots, **kwargs), torch.tensor(num_sampled, dtype=torch.int32), asynchronous=True)
+
+
+def draft(rounds, confidences):
+    """Run a round's steps on these confidences, one column a step; returns the lengths."""
+    step = 1
+    while rounds.wants_step(step):
+        if rounds.waits_for_confidence and step > 1:
+            rounds.decide(confidences[:, step - 2])
+        step += 1
+    return rounds.lengths.tolist(), step - 1
+
+
+def test_stopping_by_confidence_lags_by_one_step(monkeypatch):
+    rounds = make_rounds(monkeypatch, **ALWAYS)
+    rounds.admit([0, 1], [new_request(), new_request()])
+    begin(rounds, [0, 1], [1, 1])
+    confidences = np.array([[0.9, 0.1, 0.9, 0.9], [0.2, 0.9, 0.9, 0.9]], dtype=np.float32)
+    # Row 0 stops behind token 2, row 1 behind token 1; token 3 was drafted in vain.
+    assert draft(rounds, confidences) == ([2, 1], 3)
+    assert rounds.num_drafted[:2].tolist() == [2, 1]
+
+
+def test_outcomes_meet_the_confidences_of_their_own_round(monkeypatch):
+    rounds = make_rounds(monkeypatch, **ALWAYS)
+    observed = []
+    monkeypatch.setattr(rounds.policy.calibration, "observe", lambda c, v, a, s: observed.append((c[0, :3], v, a)))
+    rounds.admit([1], [new_request()])
+    begin(rounds, [1], [1], prefilling=True, computed=0, tokens=10)
+    for number in range(1, LAG + 3):
+        # Round `number` drafts two tokens, of confidences 0.6 + number / 100 and 0.1.
+        column = np.array([[0.6 + number / 100, 0.1, 0.9, 0.9]], dtype=np.float32)
+        assert draft(rounds, column)[0] == [2]
+        begin(rounds, [1], [2], scheduled=[K])
+    assert len(observed) == 2
+    for number, (confidences, verified, accepted) in enumerate(observed, 1):
+        np.testing.assert_allclose(confidences, [0.6 + number / 100, 0.1, np.nan], rtol=1e-6)
+        assert (verified.tolist(), accepted.tolist()) == ([2], [1])
+
+
+def test_a_slot_that_changed_hands_teaches_its_new_request_nothing(monkeypatch):
+    rounds = make_rounds(monkeypatch, policy="beta_ts")
+    rounds.admit([2], [new_request()])
+    begin(rounds, [2], [1])
+    for _ in range(LAG):
+        begin(rounds, [2], [1], scheduled=[K])
+    rounds.admit([2], [new_request()])
+    before = rounds.policy.posterior.parameters(np.array([2])).tolist()
+    for _ in range(LAG):
+        begin(rounds, [2], [1], prefilling=True, computed=0, tokens=10)
+    assert rounds.policy.posterior.parameters(np.array([2])).tolist() == before
+
+
+def test_nobody_drafts_past_its_budget_or_inside_its_prompt(monkeypatch):
+    rounds = make_rounds(monkeypatch, policy="fixed")
+    requests = [new_request(max_tokens=4), new_request(), new_request(eesd_max_draft_tokens=1)]
+    rounds.admit([0, 1, 2], requests)
+    begin(rounds, [0, 1, 2], [1, 1, 1], prefilling=True, computed=0, tokens=10)
+    # Of four tokens one is out at the end of the prompt, though not counted yet: three fit, and the bonus token.
+    assert rounds.lengths.tolist() == [3, K, 1]
+    begin(rounds, [0, 1, 2], [0, 0, 0], prefilling=True, computed=0, tokens=5)
+    assert rounds.lengths.tolist() == [0, 0, 0]
+    assert not rounds.wants_step(1)
+
+
+@pytest.mark.parametrize(("asynchronous", "failures"), [(True, 0), (False, 1)])
+def test_drafts_a_grammar_cut_are_unobserved(monkeypatch, asynchronous, failures):
+    rounds = make_rounds(monkeypatch, policy="fixed")
+    rounds.admit([0], [new_request(structured_outputs=object())])
+    before = rounds.policy.posterior.parameters(np.array([0]))[1]
+    for _ in range(LAG + 2):
+        rounds.begin(batch([0], scheduled=[K]), torch.tensor([1], dtype=torch.int32), asynchronous)
+        last = rounds.policy.posterior.parameters(np.array([0]))[1]
+    assert (last - before).tolist() == [failures]

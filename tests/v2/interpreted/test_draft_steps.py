@@ -1,0 +1,160 @@
+"""The device's side without an engine: buffers, limits, graphs; and that nothing in it waits for the device."""
+
+import contextlib
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+MAX_REQS, K, BLOCK_SIZE, MAX_MODEL_LEN = 4, 3, 4, 20
+#: What reads a value on the host: `item`, `bool`, boolean indexing.
+WAITING = ("_local_scalar_dense", "nonzero", "masked_select", "unique")
+
+
+class NoWaiting(TorchDispatchMode):
+    """Fails on every operator that would make the host wait for the device."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = str(function)
+        assert not any(f"aten.{waiting}" in name for waiting in WAITING), f"{name} waits for the device"
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.fixture(scope="module")
+def modules():
+    if not torch.cuda.is_available():
+        import vllm.v1.worker.cpu.shm  # noqa: F401  # as the worker: before anything of V2
+    from vllm_eesd.host import v2_draft_steps, v2_ragged
+
+    return SimpleNamespace(steps=v2_draft_steps, ragged=v2_ragged)
+
+
+class Model:
+    """Drafts the input token plus one, always equally sure; remembers what it was given."""
+
+    def __init__(self):
+        self.seen = []
+
+    def __call__(self, input_ids, positions, context):
+        self.seen.append((input_ids.clone(), positions.clone()))
+        return input_ids.long() + 1, torch.full((len(input_ids),), 0.5), torch.zeros(len(input_ids), 8)
+
+
+@pytest.fixture
+def drafting(modules, monkeypatch):
+    """DraftSteps of four request states, of which request 0 has 2 blocks and the others 5."""
+    monkeypatch.setattr(modules.steps, "set_forward_context", lambda *args, **kwargs: contextlib.nullcontext())
+    concrete = type("Concrete", (modules.steps.DraftSteps,), {"load_draft_model": None, "propose": None})
+    self = object.__new__(concrete)
+    self.max_num_reqs, self.num_speculative_steps, self.max_model_len = MAX_REQS, K, MAX_MODEL_LEN
+    self.vllm_config, self.draft_logits, self._graphs = None, None, None
+    self.supports_decode_metadata_update, self._kv_group = False, 0
+    self.model = Model()
+    self.input_buffers = SimpleNamespace(
+        input_ids=torch.zeros(8, dtype=torch.int32),
+        positions=torch.zeros(8, dtype=torch.int64),
+        seq_lens=torch.full((MAX_REQS,), 99, dtype=torch.int32),
+        query_start_loc=torch.zeros(MAX_REQS + 1, dtype=torch.int32),
+    )
+    num_blocks = torch.tensor([[2, 5, 5, 5]], dtype=torch.int32)
+    self.block_tables = SimpleNamespace(num_blocks=SimpleNamespace(gpu=num_blocks), block_sizes=[BLOCK_SIZE])
+    self.idx_mapping = torch.zeros(MAX_REQS, dtype=torch.int64)
+    self.draft_tokens = torch.zeros(MAX_REQS, K, dtype=torch.int64)
+    self.draft_token_confidence_probs = torch.zeros(MAX_REQS, K)
+    self._column = torch.zeros(1, dtype=torch.int64)
+    self._position_limit = torch.zeros(MAX_REQS, dtype=torch.int64)
+    self._arange = torch.arange(MAX_REQS + 1, dtype=torch.int32)
+    self._round_context = None
+    return self
+
+
+def prepare(drafting, idx_mapping, seq_lens, num_sampled, num_rejected):
+    idx_mapping = torch.tensor(idx_mapping)
+    drafting.idx_mapping.fill_(-1)
+    drafting.idx_mapping[: len(idx_mapping)] = idx_mapping
+    batch = SimpleNamespace(
+        num_reqs=len(idx_mapping),
+        idx_mapping=idx_mapping,
+        seq_lens=torch.tensor(seq_lens, dtype=torch.int32),
+        query_start_loc=torch.arange(len(idx_mapping) + 1, dtype=torch.int32),
+    )
+    last_sampled = torch.tensor([[10], [20], [30], [40]])
+    rejected = torch.tensor(num_rejected, dtype=torch.int32)
+    with NoWaiting():
+        drafting._prepare(
+            batch, torch.zeros(8, 2), torch.tensor(num_sampled, dtype=torch.int32), rejected, last_sampled
+        )
+
+
+def test_a_round_starts_at_the_bonus_token_and_writes_only_its_own_blocks(drafting):
+    # Requests 0, 2 and 1: at the end of its two blocks, in the middle, in a prompt chunk.
+    prepare(drafting, [0, 2, 1], seq_lens=[7, 9, 4], num_sampled=[1, 2, 0], num_rejected=[0, 1, 0])
+    buffers = drafting.input_buffers
+    assert buffers.input_ids[:3].tolist() == [10, 30, 0]
+    assert buffers.positions[:3].tolist() == [7, 8, 0]
+    assert buffers.seq_lens.tolist() == [8, 9, 1, 0]
+    assert drafting.idx_mapping.tolist() == [0, 2, -1, -1]
+    with NoWaiting():
+        drafting._draft(3, 3, None, None, None, None)
+    assert drafting.idx_mapping.tolist() == [-1, 2, -1, -1]  # position 8 is in nobody's block of request 0
+    with NoWaiting():
+        drafting._draft(3, 3, None, None, None, None)
+    assert drafting.draft_tokens[:2, :2].tolist() == [[11, 12], [31, 32]]
+    assert drafting.model.seen[1][0][:2].tolist() == [11, 31]
+    assert drafting.model.seen[1][1][:2].tolist() == [8, 9]
+
+
+def test_nothing_is_written_past_the_longest_sequence(drafting):
+    prepare(drafting, [1], seq_lens=[MAX_MODEL_LEN - 2], num_sampled=[1], num_rejected=[0])
+    drafting._draft(1, 1, None, None, None, None)
+    assert drafting.idx_mapping[0] == 1  # the last position there is
+    drafting._draft(1, 1, None, None, None, None)
+    assert drafting.idx_mapping[0] == -1
+    assert drafting.input_buffers.positions[0] == MAX_MODEL_LEN - 1
+
+
+def test_dummy_rows_write_nothing(drafting):
+    prepare(drafting, [-1, -1], seq_lens=[3, 3], num_sampled=[1, 1], num_rejected=[0, 0])
+    for _ in range(K):
+        drafting._draft(2, 2, None, None, None, None)
+    assert drafting.idx_mapping.tolist() == [-1] * MAX_REQS
+    assert drafting._column.tolist() == [0]  # and capturing any number of steps stays inside the drafts
+
+
+@pytest.mark.parametrize("in_graph", [False, True], ids=["metadata rebuilt", "metadata in the graph"])
+def test_a_graph_is_replayed_once_a_step(modules, drafting, monkeypatch, in_graph):
+    calls = []
+    full = modules.steps.CUDAGraphMode.FULL
+    drafting._graphs = SimpleNamespace(run_fullgraph=lambda graph: calls.append("replay"))
+    drafting.supports_decode_metadata_update = in_graph
+    group = SimpleNamespace(map_to_kernel_block_table=lambda table: calls.append("block table"))
+    drafting.attn_groups, drafting.block_tables.input_block_tables = [[group]], [None]
+    monkeypatch.setattr(modules.steps.DraftSteps, "_map_slots", lambda self, *args: calls.append("slots"))
+    monkeypatch.setattr(modules.steps.DraftSteps, "_build_metadata", lambda self, *args: calls.append("metadata"))
+    graph = SimpleNamespace(cg_mode=full, num_tokens=2)
+    for step in (1, 2):
+        drafting._run_step(step, 2, graph, None, skip_attn=False)
+    expected = ["block table", "replay", "replay"] if in_graph else ["slots", "metadata", "replay"] * 2
+    assert calls == expected
+
+
+def test_scheduled_drafts_are_trimmed_to_each_requests_length(modules):
+    states = SimpleNamespace(num_speculative_steps=K, req_id_to_index={"a": 2, "b": 0, "c": 1})
+    num_drafted = np.array([0, 3, 2, 0])
+    query_start_loc = torch.zeros(5, dtype=torch.int32)
+    ragged = modules.ragged.RaggedVerification(states, query_start_loc, num_drafted)
+    # c is a prompt chunk; the scheduler gave everybody else K placeholders.
+    drafts = {"a": [-1] * K, "b": [-1] * K}
+    assert ragged.get_num_tokens({"c": 7, "a": K + 1, "b": K + 1}, drafts) == 7 + 3 + 1
+    tokens, cu_num_logits = ragged.compact_batch(
+        np.array([K, K, 0]), np.array([K + 1, K + 1, 7]), np.array([0, 4, 8, 9])
+    )
+    assert tokens.tolist() == [3, 1, 7]
+    assert cu_num_logits.tolist() == [0, 3, 4, 5]
+    on_device, locations, num_drafts = ragged.reallocate_drafts(["a", "b", "c"], torch.tensor([2, 0, 1]))
+    assert (on_device.tolist(), num_drafts) == ([0, 3, 4, 5], 2)
+    assert locations is query_start_loc
+    ragged.add_request(2)
+    assert num_drafted.tolist() == [0, 3, 0, 0]

@@ -1,0 +1,58 @@
+"""Sampled output has the target's distribution where drafts are sampled too, and a planted bug is seen."""
+
+import exact_distribution as exact
+import pytest
+
+PROMPT = (3, 1, 4, 1, 5)
+SAMPLING = {"temperature": 1.0}
+#: Kernels are interpreted, a sample takes a third of a second: few, of which a planted bug needs fewer.
+NUM_SAMPLES, NUM_SAMPLES_PLANTED = 100, 50
+SIGNIFICANCE = 1e-4
+OPTIONS = {"max_num_seqs": 64, "max_model_len": 32, "num_gpu_blocks_override": 256, "block_size": 32}
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    directory = str(tmp_path_factory.mktemp("targets") / "eight_tokens")
+    exact.write_target(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def expected(target):
+    return exact.joint_distribution(exact.target_logits(target, PROMPT), PROMPT, SAMPLING)
+
+
+def sample(engine, target, head, expected, num_samples, **spec):
+    """Return the verdict on an engine's outputs, and its counters."""
+    spec |= {"method": "eesd", "model": head, "num_speculative_tokens": 3}
+    with engine(target, spec, **OPTIONS) as llm:
+        (counts,) = exact.count_outputs(llm, PROMPT, [SAMPLING], num_samples)
+        (stats,) = llm.collective_rpc("eesd_stats")
+    return exact.judge([counts], [expected]), stats
+
+
+def test_sampled_output_has_the_targets_distribution(engine, target, cloned_head, expected):
+    head = cloned_head(target, 1, 1)  # the last layer is left out: good, not perfect
+    policy = {"policy": "confidence", "policy_args": {"threshold": 0.4}, "draft_sample_method": "probabilistic"}
+    verdict, stats = sample(engine, target, head, expected, NUM_SAMPLES, **policy)
+    assert verdict.p_value > SIGNIFICANCE, verdict
+    assert 0.2 < stats["accepted"] / stats["drafted"] < 0.95
+    assert stats["draft_length_histogram"][1] and stats["draft_length_histogram"][2]
+
+
+def test_likely_drafts_passed_off_as_sampled_are_noticed(engine, target, cloned_head, expected, monkeypatch):
+    """The test above can fail: the most probable token, verified as if it had been drawn, comes out too often."""
+    from vllm_eesd.host.v2 import EarlyExitSpeculator
+
+    draw = EarlyExitSpeculator._sample
+
+    def most_probable(self, logits):
+        draw(self, logits)  # keeps the logits for verification
+        return logits.argmax(dim=-1)
+
+    monkeypatch.setattr(EarlyExitSpeculator, "_sample", most_probable)
+    head = cloned_head(target, 1, 1)
+    spec = {"policy": "fixed", "draft_sample_method": "probabilistic"}
+    verdict, _ = sample(engine, target, head, expected, NUM_SAMPLES_PLANTED, **spec)
+    assert verdict.p_value < SIGNIFICANCE

@@ -1,0 +1,167 @@
+"""The adapter for vLLM's Model Runner V2 (the GPU's runner): drafts stay on the device, their lengths on the host."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from vllm_eesd.host.compat import VllmConfig, get_tp_group, init_logger, set_model_tag
+from vllm_eesd.host.exit_layer import HEAD_CLASSES, DraftStep, ExitHead, compile_draft_step
+from vllm_eesd.host.metrics import publish
+from vllm_eesd.host.speculative import EESDSpeculativeConfig
+from vllm_eesd.host.v2_compat import dispatch_cg_and_sync_dp, gpu_sync_allowed
+from vllm_eesd.host.v2_draft_steps import DraftSteps
+from vllm_eesd.host.v2_lag import copy_to_host
+from vllm_eesd.host.v2_ragged import RaggedVerification
+from vllm_eesd.host.v2_rounds import Rounds
+
+logger = init_logger("vllm.eesd")
+
+
+class EarlyExitSpeculator(DraftSteps):
+    """Drafts with the target's layers [0, N) and the exit head, on the target's own KV slots.
+
+    Args:
+        vllm_config: with an `EESDSpeculativeConfig`.
+        req_states: vLLM's RequestState.
+    Source: vllm/v1/worker/gpu/spec_decode/target_dependent_ar/speculator.py.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, device: torch.device, req_states: Any) -> None:
+        super().__init__(vllm_config, device)
+        config = vllm_config.speculative_config
+        assert isinstance(config, EESDSpeculativeConfig)
+        self._config, self._req_states = config, req_states
+        self._asynchronous = vllm_config.scheduler_config.async_scheduling
+        self.num_speculative_tokens = config.num_speculative_tokens
+        self.rounds = Rounds(config, self.max_num_reqs, self.max_model_len, device)
+        if get_tp_group().rank_in_group == 0:
+            publish(config.metrics_directory, vllm_config.parallel_config.data_parallel_rank, self.stats)
+        self._confidence_cpu = torch.zeros(
+            self.num_speculative_tokens, self.max_num_reqs, pin_memory=device.type == "cuda"
+        )
+
+    # What `vllm_eesd.host.worker` asks for.
+
+    @property
+    def stats(self) -> Any:
+        return self.rounds.stats
+
+    @property
+    def policy(self) -> Any:
+        return self.rounds.policy
+
+    def policy_metrics(self) -> dict[str, Any]:
+        """Return what the policy believes of the running requests, `DraftLengthPolicy.metrics`."""
+        return self.rounds.policy_metrics(np.array(list(self._req_states.req_id_to_index.values()), dtype=np.int64))
+
+    # Loading.
+
+    def load_draft_model(self, target_model: nn.Module, target_attn_layer_names: set[str]) -> nn.Module:
+        """Build the exit head, hook its KV fill into the target and compile the draft step: that is the draft model."""
+        config, directory = self._config.exit_head, self._config.head_directory
+        head: ExitHead | None = None
+        if directory is not None:
+            head = HEAD_CLASSES[config.head_type].load(self.vllm_config, target_model, config, directory)
+            head.hook_kv_fill(target_model, config.exit_layer)
+        with set_model_tag("eesd_draft"):
+            step = DraftStep(vllm_config=self.vllm_config, target=target_model, exit_layer=config.exit_layer, head=head)
+        drafted_layers = target_model.model.layers[: config.exit_layer]
+        self.shared_layer_names = {layer.self_attn.attn.layer_name for layer in drafted_layers}
+        if step.reads_target_output:
+            size = self.max_num_reqs, self.hidden_size
+            self._round_context = torch.zeros(size, dtype=self.dtype, device=self.device)
+        compile_draft_step(step, self.vllm_config, self.device)
+        logger.info("EESD drafts with layers 0..%d and a %s exit head", config.exit_layer - 1, config.head_type)
+        return step
+
+    def ragged_verification(self, query_start_loc: torch.Tensor) -> RaggedVerification:
+        """Return what trims scheduled drafts to this speculator's lengths."""
+        return RaggedVerification(self._req_states, query_start_loc, self.rounds.num_drafted)
+
+    # A round.
+
+    def admit(self, new_requests: list[Any]) -> None:
+        """Take in requests that start or come back from preemption: vLLM's NewRequestData."""
+        if new_requests:
+            slots = [self._req_states.req_id_to_index[request.req_id] for request in new_requests]
+            self.rounds.admit(slots, new_requests)
+
+    def draft_lengths(self, req_ids: list[str]) -> list[int]:
+        """Return the length of each request's current draft; 0 for those that have ended."""
+        slots = (self._req_states.req_id_to_index.get(req_id) for req_id in req_ids)
+        return [0 if slot is None else int(self.rounds.num_drafted[slot]) for slot in slots]
+
+    @torch.inference_mode()
+    def propose(
+        self,
+        input_batch: Any,
+        attn_metadata: Any,
+        slot_mappings: Any,
+        last_hidden_states: torch.Tensor,
+        aux_hidden_states: Any,
+        num_sampled: torch.Tensor,
+        num_rejected: torch.Tensor,
+        last_sampled: torch.Tensor,
+        next_prefill_tokens: torch.Tensor,
+        temperature: torch.Tensor,
+        seeds: torch.Tensor,
+        *_: Any,
+        dummy_run: bool = False,
+        skip_attn_for_dummy_run: bool = False,
+        is_profile: bool = False,
+        **__: Any,
+    ) -> torch.Tensor:
+        """Return the drafts, [num_reqs, num_speculative_tokens] int64; a row's own length is in `draft_lengths`.
+
+        Args:
+            last_hidden_states: [num_tokens, hidden_size], the target's normed output.
+            num_sampled, num_rejected: [num_reqs] int32, of the step just run.
+            last_sampled: [max_num_reqs, 1] int64, by request state.
+            dummy_run: a step without requests; it runs one draft step and writes nothing.
+        Source: DraftModelSpeculator.propose, whose other arguments drafting does not need.
+        """
+        num_reqs = input_batch.num_reqs
+        self._copy_request_inputs(num_reqs, input_batch.idx_mapping, temperature, seeds, dummy_run=dummy_run)
+        if dummy_run:
+            self.rounds.pause()
+        else:
+            times = self.rounds.begin(input_batch, num_sampled, self._asynchronous)
+        self._prepare(input_batch, last_hidden_states, num_sampled, num_rejected, last_sampled)
+        graph, _ = dispatch_cg_and_sync_dp(
+            self._graphs, num_reqs, num_reqs, uniform_token_count=1, dp_size=1, dp_rank=0, need_eager=is_profile
+        )
+        seq_lens = input_batch.seq_lens_cpu_upper_bound
+        longest = int(seq_lens[:num_reqs].max()) + self.num_speculative_tokens
+        self.draft_max_seq_len = min(longest, self.max_model_len)
+        if dummy_run:
+            self._run_step(1, num_reqs, graph, seq_lens, skip_attn_for_dummy_run)
+            return self.draft_tokens[:num_reqs]
+        times.moments.mark()
+        self._run_round(num_reqs, graph, seq_lens, times)
+        return self.draft_tokens[:num_reqs]
+
+    def _run_round(self, num_reqs: int, graph: Any, seq_lens: torch.Tensor, times: Any) -> None:
+        """Run draft steps as long as somebody wants them.
+
+        A policy that looks at confidences decides about token s while step s runs: the host waits for step s - 1 only,
+        and at most one step is drafted in vain.
+        """
+        step, ready = 1, []
+        while step <= self.num_speculative_tokens and self.rounds.wants_step(step):
+            self._run_step(step, num_reqs, graph, seq_lens, skip_attn=False)
+            times.moments.mark()
+            if self.rounds.waits_for_confidence:
+                confidence = self._confidence_cpu[step - 1, :num_reqs]
+                source = self.draft_token_confidence_probs[:num_reqs, step - 1]
+                ready.append((confidence, copy_to_host(source, confidence)))
+                if step > 1:
+                    confidence, event = ready[step - 2]
+                    if event is not None:
+                        with gpu_sync_allowed():
+                            event.synchronize()
+                    self.rounds.decide(confidence.numpy())
+            step += 1

@@ -1,0 +1,213 @@
+"""Draft steps on Model Runner V2: a token for every row of the batch, from a CUDA graph if there is one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from vllm_eesd.host.compat import VllmConfig, init_logger
+from vllm_eesd.host.v2_compat import (
+    AttentionCGSupport,
+    BatchDescriptor,
+    CUDAGraphMode,
+    DraftModelSpeculator,
+    SpeculatorCudaGraphManager,
+    build_slot_mappings_by_layer,
+    gumbel_sample,
+    init_attn_backend,
+    set_forward_context,
+)
+
+logger = init_logger("vllm.eesd")
+
+
+class DraftSteps(DraftModelSpeculator):
+    """The device's side of a speculator whose draft model is the head of the target.
+
+    Every draft step runs all rows of the batch; a row that may not write (a prompt chunk, a dummy, one at the end of
+    its KV blocks) has request index -1, for which vLLM maps tokens to no slot.
+
+    Args:
+        vllm_config, device: of the engine.
+    Attributes:
+        shared_layer_names: attention layers of the target that a draft step runs through; set while loading.
+    Source: vllm/v1/worker/gpu/spec_decode/target_dependent_ar/speculator.py.
+    """
+
+    shared_layer_names: set[str]
+
+    def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
+        super().__init__(vllm_config, device)
+        #: The column of draft_tokens that the next draft step writes, [1] int64: on the device, for CUDA graphs.
+        self._column = torch.zeros(1, dtype=torch.int64, device=device)
+        #: [max_num_reqs] int64, the first position a row may not write.
+        self._position_limit = torch.zeros(self.max_num_reqs, dtype=torch.int64, device=device)
+        #: [max_num_reqs, hidden_size], see `ExitHead.round_context`; None if the head wants none.
+        self._round_context: torch.Tensor | None = None
+        self._arange = torch.arange(self.max_num_reqs + 1, dtype=torch.int32, device=device)
+        self._graphs: SpeculatorCudaGraphManager | None = None
+
+    def set_attn(self, model_state: Any, kv_cache_config: Any, block_tables: Any, *target: Any) -> None:
+        """As vLLM's, with metadata for the target layers that drafting runs through as well."""
+        super().set_attn(model_state, kv_cache_config, block_tables, *target)
+        self.attn_groups, self.attn_cg_support, _ = init_attn_backend(
+            kv_cache_config,
+            self.attn_vllm_config,
+            self.device,
+            active_layer_names=self.draft_attn_layer_names | self.shared_layer_names,
+        )
+        self._configure_decode_metadata_update()
+        used = [index for index, groups in enumerate(self.attn_groups) if groups]
+        if len(used) != 1:
+            raise ValueError(
+                "eesd: the drafted layers are in different KV-cache groups (mixed attention kinds); not supported"
+            )
+        self._kv_group = used[0]
+
+    def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
+        """Plan full graphs of a draft step wherever the engine uses graphs at all and the backend can replay them."""
+        support = self.attn_cg_support.min_cg_support.value
+        able = cudagraph_mode and support >= AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE.value
+        mode = CUDAGraphMode.FULL_DECODE_ONLY if able else CUDAGraphMode.NONE
+        self._graphs = SpeculatorCudaGraphManager(self.vllm_config, self.device, mode, decode_query_len=1)
+        logger.info("EESD: CUDA graphs of verification: %s; of draft steps: %s", cudagraph_mode.name, mode.name)
+
+    def capture(self) -> None:
+        """Record a draft step for every batch size; while recording, no row may write."""
+        assert self._graphs is not None
+        self.idx_mapping.fill_(-1)
+        self._position_limit.zero_()
+        self._graphs.capture(
+            self._draft,
+            self.model_state,
+            self.input_buffers,
+            self.block_tables,
+            self.attn_groups,
+            self.kv_cache_config,
+            progress_bar_desc="Capturing EESD draft steps",
+        )
+
+    def _prepare(
+        self,
+        input_batch: Any,
+        last_hidden_states: torch.Tensor,
+        num_sampled: torch.Tensor,
+        num_rejected: torch.Tensor,
+        last_sampled: torch.Tensor,
+    ) -> None:
+        """Fill the device's buffers for the first draft step, without asking the device anything."""
+        num_reqs, buffers = input_batch.num_reqs, self.input_buffers
+        idx_mapping, blocks = input_batch.idx_mapping, self.block_tables
+        bonus_positions = (input_batch.seq_lens[:num_reqs] - num_rejected).long()
+        capacity = blocks.num_blocks.gpu[self._kv_group][idx_mapping].long() * blocks.block_sizes[self._kv_group]
+        limit = capacity.clamp(max=self.max_model_len)
+        may_write = (num_sampled > 0) & (self.idx_mapping[:num_reqs] >= 0) & (bonus_positions < limit)
+        self.idx_mapping[:num_reqs] = torch.where(may_write, idx_mapping, -1)
+        self._position_limit[:num_reqs] = torch.where(may_write, limit, 0)
+        positions = torch.where(may_write, bonus_positions, 0)
+        buffers.input_ids[:num_reqs] = torch.where(may_write, last_sampled[idx_mapping, 0], 0).int()
+        buffers.positions[:num_reqs] = positions
+        buffers.seq_lens[:num_reqs] = positions + 1
+        # Rows that a CUDA graph adds.
+        buffers.seq_lens[num_reqs:] = 0
+        buffers.positions[num_reqs : self.max_num_reqs] = 0
+        buffers.query_start_loc.copy_(self._arange.clamp(max=num_reqs))
+        self._column.zero_()
+        if self._round_context is not None:
+            last_rows = input_batch.query_start_loc[1 : num_reqs + 1] - 1 - num_rejected
+            self._round_context[:num_reqs] = self.model.round_context(last_hidden_states[last_rows.long()])
+
+    def _run_step(self, step: int, num_reqs: int, graph: Any, seq_lens: torch.Tensor, skip_attn: bool) -> None:
+        """Run one draft step: replay its graph if it has one, after bringing up to date what is not in the graph."""
+        if not skip_attn and not self.supports_decode_metadata_update:
+            self._map_slots(num_reqs, graph.num_tokens)
+            self._metadata = self._build_metadata(step, num_reqs, graph, seq_lens)
+        elif not skip_attn and step == 1:
+            if graph.cg_mode == CUDAGraphMode.FULL:
+                for group in self.attn_groups[self._kv_group]:
+                    group.map_to_kernel_block_table(self.block_tables.input_block_tables[self._kv_group])
+            else:
+                self._map_slots(num_reqs, graph.num_tokens)
+                self._metadata = self._build_metadata(step, num_reqs, graph, seq_lens)
+        if graph.cg_mode == CUDAGraphMode.FULL:
+            assert self._graphs is not None
+            self._graphs.run_fullgraph(graph)
+            return
+        metadata, slot_mappings = (None, None) if skip_attn else (self._metadata, self._slot_mappings)
+        self._draft(num_reqs, graph.num_tokens, metadata, slot_mappings, None, graph.cg_mode)
+
+    def _map_slots(self, num_reqs: int, num_tokens: int) -> None:
+        mapped = self.block_tables.compute_slot_mappings(
+            self.idx_mapping[:num_reqs],
+            self.input_buffers.query_start_loc[: num_reqs + 1],
+            self.input_buffers.positions[:num_reqs],
+            num_tokens,
+        )
+        self._slot_mappings = build_slot_mappings_by_layer(mapped, self.kv_cache_config)
+
+    def _build_metadata(self, step: int, num_reqs: int, graph: Any, seq_lens: torch.Tensor) -> dict[str, Any] | None:
+        return self._build_uniform_attn_metadata(
+            batch_desc=graph, num_reqs=num_reqs, num_query_per_req=1, seq_lens_cpu_upper_bound=seq_lens, step=step
+        )
+
+    def _draft(
+        self,
+        num_reqs: int,
+        num_tokens: int,
+        attn_metadata: dict[str, Any] | None,
+        slot_mappings: dict[str, torch.Tensor] | None,
+        num_tokens_across_dp: torch.Tensor | None,
+        cudagraph_runtime_mode: CUDAGraphMode,
+        num_speculative_steps: int = 0,
+    ) -> None:
+        """Draft one token for every row and make it the next input; this is what a CUDA graph holds."""
+        buffers = self.input_buffers
+        if self.supports_decode_metadata_update and attn_metadata is not None:
+            self._map_slots(num_reqs, num_tokens)
+            self._update_draft_decode_metadata(attn_metadata, num_reqs)
+        with set_forward_context(
+            attn_metadata,
+            self.vllm_config,
+            num_tokens=num_tokens,
+            cudagraph_runtime_mode=cudagraph_runtime_mode,
+            num_tokens_across_dp=num_tokens_across_dp,
+            slot_mapping=slot_mappings,
+            batch_descriptor=BatchDescriptor(num_tokens=num_tokens),
+        ):
+            context = None if self._round_context is None else self._round_context[:num_tokens]
+            best, confidence, *logits = self.model(
+                buffers.input_ids[:num_tokens], buffers.positions[:num_tokens], context
+            )
+        drafted, confidence = best[:num_reqs], confidence[:num_reqs]
+        if self.draft_logits is not None:
+            drafted = self._sample(logits[0][:num_reqs])
+        self.draft_tokens[:num_reqs].index_copy_(1, self._column, drafted[:, None])
+        self.draft_token_confidence_probs[:num_reqs].index_copy_(1, self._column, confidence[:, None])
+        self._column.add_(1).remainder_(self.num_speculative_steps)
+        buffers.input_ids[:num_reqs] = drafted.int()
+        positions = buffers.positions[:num_reqs].add_(1)
+        # A row past its last slot writes nowhere from here on; what it drafts then is not worth much.
+        self.idx_mapping[:num_reqs].masked_fill_(positions >= self._position_limit[:num_reqs], -1)
+        positions.clamp_(max=self.max_model_len - 1)
+        buffers.seq_lens[:num_reqs] = positions + 1
+
+    def _sample(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return tokens drawn at their requests' temperatures, [num_reqs] int64, and keep the logits for verification.
+
+        Args:
+            logits: [num_reqs, vocab_size].
+        """
+        num_reqs = len(logits)
+        return gumbel_sample(
+            logits,
+            self.idx_mapping[:num_reqs],
+            self.temperature,
+            self.seeds,
+            self.input_buffers.positions[:num_reqs],  # a draw is keyed by the position before the token drawn
+            apply_temperature=True,
+            is_drafting=True,
+            logits_cache=self.draft_logits,
+            logits_cache_col=self._column[0],
+            use_fp64=self.use_fp64_gumbel,
+        )

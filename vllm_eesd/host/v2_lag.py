@@ -1,0 +1,144 @@
+"""What the GPU says of a step, read on the host a fixed number of steps later, so that nobody waits for anybody."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+#: Steps until a verdict is read. vLLM keeps two batches in flight under asynchronous scheduling: when the host drafts
+#: for step t, step t - 2 is the last one whose output it has certainly had.
+LAG = 2
+
+
+class Judged(NamedTuple):
+    """The outcome of one step.
+
+    Attributes:
+        slots: [num_reqs] int64, the requests' state indices.
+        generations: [num_reqs] int64, which of a slot's requests it was.
+        decoded: [num_reqs] bool, False for prompt chunks.
+        num_verified: [num_reqs] int64, draft tokens the target judged.
+        confidences: [num_reqs, MAX_SPECULATIVE_TOKENS] float32, of those.
+        num_sampled: [num_reqs] int64, tokens emitted.
+        num_tokens: tokens of the target's forward.
+        times: of the round that began when this step ended.
+    """
+
+    slots: np.ndarray
+    generations: np.ndarray
+    decoded: np.ndarray
+    num_verified: np.ndarray
+    confidences: np.ndarray
+    num_sampled: np.ndarray
+    num_tokens: int
+    times: RoundTimes
+
+
+class Timestamps:
+    """Moments on the device: CUDA events, or on a CPU, which does one thing after the other, the host's clock."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._moments: list[Any] = []
+
+    def mark(self) -> None:
+        """Note this moment of the device's stream."""
+        if self._on_gpu:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self._moments.append(event)
+        else:
+            self._moments.append(time.perf_counter())
+
+    def ms(self, first: Timestamps, i: int, j: int) -> float:
+        """Return the time from `first`'s moment i to this object's moment j; both must be over."""
+        begin, end = first._moments[i], self._moments[j]
+        return begin.elapsed_time(end) if self._on_gpu else (end - begin) * 1e3
+
+    def __len__(self) -> int:
+        return len(self._moments)
+
+
+class RoundTimes:
+    """Moments of one round: its beginning, its inputs ready, and the end of every draft step.
+
+    What it tells is over when the outcome of the step before this round is known: the round before and that step.
+
+    Args:
+        num_rows: requests of this round.
+        previous: the round before; None after a pause, when the time in between says nothing.
+    """
+
+    def __init__(self, device: torch.device, num_rows: int, previous: RoundTimes | None) -> None:
+        self.moments, self.num_rows = Timestamps(device), num_rows
+        self.previous = None if previous is None else (previous.moments, previous.num_rows)
+
+    def verify_ms(self) -> float | None:
+        """Return the time from the end of the round before to the beginning of this one."""
+        return None if self.previous is None else self.moments.ms(self.previous[0], -1, 0)
+
+    def drafting_ms(self) -> tuple[int, float, list[float]]:
+        """Return of the round before: its requests, the time of its inputs, and that of each draft step."""
+        if self.previous is None:
+            return 0, 0.0, []
+        moments, num_rows = self.previous
+        steps = [moments.ms(moments, i, i + 1) for i in range(1, len(moments) - 1)]
+        return num_rows, moments.ms(moments, 0, 1) if len(moments) > 1 else 0.0, steps
+
+
+class Lagged:
+    """Outcomes of steps under way: counts are copied to the host behind each step and read `LAG` steps later.
+
+    Args:
+        max_num_reqs: the most requests of a step.
+    """
+
+    def __init__(self, max_num_reqs: int, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._buffers = deque(
+            torch.zeros(max_num_reqs, dtype=torch.int32, pin_memory=self._on_gpu) for _ in range(LAG + 1)
+        )
+        self._waiting: deque[tuple[Judged, torch.Tensor, Any]] = deque()
+
+    def push(self, judged: Judged, num_sampled: torch.Tensor) -> Judged | None:
+        """Copy this step's counts to the host and return the outcome that is now `LAG` steps old, if there is one.
+
+        Args:
+            judged: without its `num_sampled`.
+            num_sampled: [num_reqs] int32, on the device.
+        """
+        buffer = self._buffers[0]
+        self._buffers.rotate(-1)
+        event = copy_to_host(num_sampled, buffer[: len(num_sampled)])
+        self._waiting.append((judged, buffer[: len(num_sampled)], event))
+        if len(self._waiting) <= LAG:
+            return None
+        judged, counts, event = self._waiting.popleft()
+        if event is not None:
+            event.synchronize()  # long over
+        return judged._replace(num_sampled=counts.numpy().astype(np.int64))
+
+    def num_emitted_at_least(self, slots: np.ndarray, generations: np.ndarray) -> np.ndarray:
+        """Return how many tokens these requests have at least emitted in the steps not read yet, [num_reqs] int64."""
+        emitted = np.zeros(len(slots), dtype=np.int64)
+        for judged, _, _ in self._waiting:
+            here, there = np.nonzero(slots[:, None] == judged.slots[None])
+            same = generations[here] == judged.generations[there]
+            # A decoding request emits one token or more; a prompt's last chunk is counted late, which costs a draft.
+            emitted[here[same]] += judged.decoded[there[same]]
+        return emitted
+
+
+def copy_to_host(source: torch.Tensor, target: torch.Tensor) -> Any:
+    """Copy on the device's own stream and return the event that says when it is done; None on a CPU, where it is."""
+    target.copy_(source, non_blocking=True)
+    if not source.is_cuda:
+        return None
+    # Blocking: the host sleeps where it must wait at all.
+    event = torch.cuda.Event(blocking=True)
+    event.record()
+    return event

@@ -1,0 +1,105 @@
+"""Ragged verification on Model Runner V2: what the scheduler scheduled, trimmed to what each request drafted.
+
+Under asynchronous scheduling vLLM schedules the longest draft for everybody and takes back what was not accepted. Its
+adaptive verification trims that on the worker; this object stands in its place, with its interface. It knows every
+draft's length on the host, so nothing about the batch is an estimate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from vllm_eesd.host.compat import init_logger
+from vllm_eesd.host.v2_compat import (
+    CUDAGraphMode,
+    async_tensor_h2d,
+    get_varlen_cudagraph_unsupported_backend,
+    sort_batch_req_ids,
+)
+
+logger = init_logger("vllm.eesd")
+
+
+class RaggedVerification:
+    """Trims every scheduled draft to the length its request drafted, 0 included.
+
+    Args:
+        req_states: vLLM's RequestState.
+        query_start_loc: [max_num_reqs + 1] int32, the runner's own input buffer.
+        num_drafted: [max_num_reqs] int64, shared with the speculator: length of each request's draft.
+    Source: vllm/v1/worker/gpu/spec_decode/adaptive_verification.py.
+    """
+
+    def __init__(self, req_states: Any, query_start_loc: torch.Tensor, num_drafted: np.ndarray) -> None:
+        self._req_states, self._query_start_loc, self._num_drafted = req_states, query_start_loc, num_drafted
+        self._decode_query_len = req_states.num_speculative_steps + 1
+        #: Of the step being prepared, in batch order: [num_reqs] int32 draft tokens that are verified.
+        self._num_verified = np.zeros(0, dtype=np.int32)
+        self._cu_num_logits = np.zeros(1, dtype=np.int32)
+
+    def add_request(self, req_idx: int) -> None:
+        """A request starts: it has drafted nothing, whatever placeholders the scheduler gives it."""
+        self._num_drafted[req_idx] = 0
+
+    def get_num_tokens(self, num_tokens_per_req: dict[str, int], draft_tokens: dict[str, list[int]]) -> int:
+        """Return the tokens of the step once its drafts are trimmed, and keep the lengths for the calls that follow.
+
+        Args:
+            num_tokens_per_req: scheduled, drafts included.
+            draft_tokens: the scheduled drafts (or as many placeholders) of those that have any.
+        """
+        req_ids = sort_batch_req_ids(num_tokens_per_req, draft_tokens, self._decode_query_len)
+        num_scheduled = np.array([len(draft_tokens.get(req_id, ())) for req_id in req_ids], dtype=np.int32)
+        slots = [self._req_states.req_id_to_index[req_id] for req_id in req_ids]
+        self._num_verified = np.minimum(num_scheduled, self._num_drafted[slots]).astype(np.int32)
+        return sum(num_tokens_per_req.values()) - int((num_scheduled - self._num_verified).sum())
+
+    def compact_batch(
+        self, num_draft_tokens_per_req: np.ndarray, num_scheduled_tokens: np.ndarray, cu_num_logits_np: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return each request's trimmed token count, [num_reqs], and where its logits start, [num_reqs + 1]."""
+        self._cu_num_logits = np.zeros_like(cu_num_logits_np)
+        np.cumsum(self._num_verified + 1, out=self._cu_num_logits[1:])
+        return num_scheduled_tokens - num_draft_tokens_per_req + self._num_verified, self._cu_num_logits
+
+    def reallocate_drafts(
+        self, req_ids: list[str], idx_mapping: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, int]:
+        """Return the same on the device (the runner has just filled query_start_loc from it), and the drafts' sum."""
+        cu_num_logits = async_tensor_h2d(self._cu_num_logits, device=idx_mapping.device)
+        return cu_num_logits, self._query_start_loc, int(self._num_verified.sum())
+
+    def record_confidences(self, confidence_probs: torch.Tensor, input_batch: Any) -> None:
+        """Nothing: lengths are the policy's."""
+
+    def batches_to_profile(self, capture_sizes: list[int]) -> Iterator[dict[str, int]]:
+        """Return no batches: costs are learned while serving."""
+        return iter(())
+
+    def set_initial_cost_curves(self, samples: list[Any]) -> None:
+        """Nothing, for the same reason."""
+
+
+def use_graphs_for_ragged_batches(vllm_config: Any, attn_groups: list, target_layer_names: set[str] | None) -> None:
+    """Give up full CUDA graphs of verification where the attention backend cannot replay ragged batches.
+
+    A full graph then holds one query length only, and EESD's batches have several.
+    """
+    compilation = vllm_config.compilation_config
+    mode = compilation.cudagraph_mode
+    if not (mode and mode.has_full_cudagraphs()):
+        return
+    longest = vllm_config.speculative_config.num_speculative_tokens + 1
+    unsupported = get_varlen_cudagraph_unsupported_backend(
+        attn_groups, vllm_config, longest, checked_layer_names=target_layer_names
+    )
+    if unsupported is not None:
+        compilation.cudagraph_mode = CUDAGraphMode.PIECEWISE
+        logger.warning(
+            "EESD: %s cannot replay batches of ragged drafts from full CUDA graphs; verification uses piecewise ones",
+            unsupported[0],
+        )

@@ -1,0 +1,143 @@
+"""The places where Model Runner V2 is wrapped. Installed in a worker that is about to build that runner."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from vllm_eesd.host import seams
+from vllm_eesd.host.seams import Seam, SeamStatus
+
+_RUNNER = "vllm.v1.worker.gpu.model_runner"
+
+
+def _wrap_init_speculator(original: Callable[..., Any]) -> Callable[..., Any]:
+    def init_speculator(vllm_config, device, req_states):
+        from vllm_eesd.host.speculative import EESDSpeculativeConfig
+
+        if not isinstance(vllm_config.speculative_config, EESDSpeculativeConfig):
+            return original(vllm_config, device, req_states)
+        from vllm_eesd.host.v2 import EarlyExitSpeculator
+
+        # The factory of the verification manager is given the request states, and nothing else of the runner.
+        req_states.eesd_speculator = EarlyExitSpeculator(vllm_config, device, req_states)
+        return req_states.eesd_speculator
+
+    return init_speculator
+
+
+def _wrap_create_verification_manager(original: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(original)
+
+    def maybe_create_adaptive_verification_manager(*args, **kwargs):
+        given = signature.bind(*args, **kwargs).arguments
+        speculator = getattr(given["req_states"], "eesd_speculator", None)
+        if speculator is None:
+            return original(*args, **kwargs)
+        from vllm_eesd.host.v2_ragged import use_graphs_for_ragged_batches
+
+        use_graphs_for_ragged_batches(given["vllm_config"], given["attn_groups"], given.get("target_layer_names"))
+        return speculator.ragged_verification(given["query_start_loc"])
+
+    return maybe_create_adaptive_verification_manager
+
+
+def _wrap_resolve_graph_mode(original: Callable[..., Any]) -> Callable[..., Any]:
+    def resolve_adaptive_cudagraph_mode(mode, *, piecewise_capture_available):
+        if mode.has_full_cudagraphs():
+            return original(mode, piecewise_capture_available=piecewise_capture_available)
+        return mode if piecewise_capture_available else type(mode).NONE
+
+    return resolve_adaptive_cudagraph_mode
+
+
+def _wrap_add_requests(original: Callable[..., Any]) -> Callable[..., Any]:
+    def add_requests(self, scheduler_output):
+        original(self, scheduler_output)
+        if (speculator := getattr(self.req_states, "eesd_speculator", None)) is not None:
+            speculator.admit(scheduler_output.scheduled_new_reqs)
+
+    return add_requests
+
+
+def _wrap_take_draft_token_ids(original: Callable[..., Any]) -> Callable[..., Any]:
+    def take_draft_token_ids(self):
+        drafts = original(self)
+        speculator = getattr(self.req_states, "eesd_speculator", None)
+        if drafts is None or speculator is None:
+            return drafts
+        lengths = speculator.draft_lengths(drafts.req_ids)
+        drafts.draft_token_ids = [ids[:k] for ids, k in zip(drafts.draft_token_ids, lengths, strict=True)]
+        return drafts
+
+    return take_draft_token_ids
+
+
+SEAMS = (
+    Seam(
+        target=f"{_RUNNER}:init_speculator",
+        digests=("0157d01f67a9521c",),
+        wrap=_wrap_init_speculator,
+        why="vLLM's factory of speculators knows a closed list of methods",
+        retired_by="a registry of speculators that plugins can add to",
+    ),
+    Seam(
+        target=f"{_RUNNER}:maybe_create_adaptive_verification_manager",
+        digests=("cc90eebbc5014914",),
+        wrap=_wrap_create_verification_manager,
+        why="drafts have a length per request; asynchronous scheduling plans the longest for everybody",
+        retired_by="a speculator saying how many of its drafts are to be verified",
+    ),
+    Seam(
+        target=f"{_RUNNER}:resolve_adaptive_cudagraph_mode",
+        digests=("a95d680437ab3670",),
+        wrap=_wrap_resolve_graph_mode,
+        why="vLLM's own trimming demands full CUDA graphs; EESD's works without any",
+        retired_by="the same",
+    ),
+    Seam(
+        target=f"{_RUNNER}:GPUModelRunner.add_requests",
+        digests=("eca5a1d4a7ccb623",),
+        wrap=_wrap_add_requests,
+        why="what a request asks for (its limits, its `eesd_*` options) is needed to choose its draft lengths",
+        retired_by="speculators being told of new requests",
+    ),
+    Seam(
+        target=f"{_RUNNER}:GPUModelRunner.take_draft_token_ids",
+        digests=("c3b43a4182d74b6c",),
+        wrap=_wrap_take_draft_token_ids,
+        why="under synchronous scheduling the scheduler plans what was drafted, not the longest draft",
+        retired_by="DraftTokensHandler keeping a length per request",
+    ),
+)
+
+
+def check() -> list[SeamStatus]:
+    """Return the state of every seam into V2 against the installed vLLM."""
+    _import_as_the_worker_does()
+    return [seams.check(seam) for seam in SEAMS]
+
+
+def install() -> None:
+    """Install the seams if all of them fit the installed vLLM.
+
+    Raises:
+        RuntimeError: one does not; nothing was installed.
+    """
+    if misfits := [status for status in check() if not status.ok]:
+        raise RuntimeError(
+            f"eesd: {misfits[0].target} {misfits[0].reason}: vLLM's Model Runner V2 is not the one this vllm-eesd was "
+            "written for; `eesd doctor` shows every seam"
+        )
+    for seam in SEAMS:
+        seams.install(seam)
+
+
+def _import_as_the_worker_does() -> None:
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        # It patches torch, which the runner's modules take names from: before any of them is imported.
+        importlib.import_module("vllm.v1.worker.cpu.shm")
