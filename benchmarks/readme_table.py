@@ -1,8 +1,6 @@
 """Write the README's figures from benchmarks/results: nothing there is typed by hand.
 
-    head -8 models/prompts/held_out_code.jsonl > build/prompts.jsonl
-    eesd bench latency --model models/eesd-code-10m --prompts build/prompts.jsonl --methods plain,eesd,ngram \\
-        --batch 1,4 --max-tokens 128 --rounds 5 --json benchmarks/results/latency.json
+    python benchmarks/measure_all.py --only held_out_code
     python benchmarks/readme_table.py
 """
 
@@ -37,7 +35,7 @@ def table(rows):
 
 def figures():
     """Return the section's text."""
-    rows = json.loads((RESULTS / "latency.json").read_text())
+    rows = json.loads((RESULTS / "latency-held_out_code.json").read_text())
     run = rows[0]
     shares = next(row["acceptance_per_position"] for row in rows if row["method"] == "eesd")
     positions = " ".join(f"{share:.2f}" for share in shares)

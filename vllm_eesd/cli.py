@@ -1,4 +1,7 @@
-"""The command `eesd`: argument parsing only. Every subcommand's work is imported when it is called."""
+"""The command `eesd`: argument parsing only. Every subcommand's work is imported when it is called.
+
+One short function per subcommand; the file is long because there are many.
+"""
 
 from __future__ import annotations
 
@@ -45,8 +48,11 @@ def build_parser() -> argparse.ArgumentParser:
     _add_distill(commands)
     _add_trace_record(commands)
     _add_simulate(commands)
+    _add_plan(commands)
     _add_calibrate(commands)
     _add_import(commands)
+    _add_trace(commands)
+    _add_top(commands)
     _add_doctor(commands)
     return parser
 
@@ -76,21 +82,58 @@ def _add_bench(commands) -> None:
     bench = commands.add_parser("bench", help="measure")
     measurements = bench.add_subparsers(title="measurements", metavar="MEASUREMENT", required=True)
     latency = measurements.add_parser("latency", help="tokens per second of several methods, interleaved in one run")
-    latency.add_argument("--model", required=True, metavar="M", help="target: a directory or a Hub id")
-    latency.add_argument("--head", metavar="H", help="exit head; default: eesd/ in the target's directory")
-    latency.add_argument("--prompts", required=True, metavar="FILE", help="JSONL with a `prompt` a line")
+    _add_measured(latency)
     latency.add_argument(
         "--methods", type=_words, default=["plain", "eesd", "ngram"], help="comma-separated (default plain,eesd,ngram)"
     )
     latency.add_argument(
         "--batch", type=_positive_list, default=[1, 4], help="batch sizes, comma-separated (default 1,4)"
     )
-    latency.add_argument("--max-tokens", type=_positive, default=128, metavar="T", help="per prompt (default 128)")
     latency.add_argument("--rounds", type=_positive, default=5, metavar="R", help="passes over all methods (default 5)")
-    latency.add_argument("--dtype", default="float32", help="of the target (default float32, where identity can hold)")
     _add_drafting(latency)
-    latency.add_argument("--json", metavar="OUT", help="write a JSON list of rows")
     latency.set_defaults(implementation="vllm_eesd.bench.latency:run")
+    _add_throughput(measurements)
+    _add_sweep(measurements)
+
+
+def _add_throughput(measurements) -> None:
+    throughput = measurements.add_parser("throughput", help="requests that arrive at random, at several rates")
+    _add_measured(throughput)
+    throughput.add_argument(
+        "--methods", type=_words, default=["plain", "eesd", "ngram"], help="comma-separated (default plain,eesd,ngram)"
+    )
+    throughput.add_argument(
+        "--rate", type=_positive_reals, default=[1.0, 2.0, 4.0], metavar="R,...", help="per second (default 1,2,4)"
+    )
+    throughput.add_argument("--requests", type=_positive, default=32, metavar="Q", help="per round (default 32)")
+    throughput.add_argument("--rounds", type=_positive, default=3, metavar="R", help="passes (default 3)")
+    throughput.add_argument("--seed", type=int, default=0, help="of the arrivals (default 0)")
+    _add_drafting(throughput)
+    throughput.set_defaults(implementation="vllm_eesd.bench.throughput:run")
+
+
+def _add_sweep(measurements) -> None:
+    sweep = measurements.add_parser("sweep", help="exit layer x longest draft x policy, each against plain")
+    _add_measured(sweep)
+    sweep.add_argument(
+        "--exit-layers", type=_words, default=["head"], metavar="N,...", help="headless; or head (default head)"
+    )
+    sweep.add_argument("--lengths", type=_positive_list, default=[2, 4, 8], metavar="K,...", help="(default 2,4,8)")
+    sweep.add_argument(
+        "--policies", type=_words, default=["goodput", "fixed"], metavar="P,...", help="(default goodput,fixed)"
+    )
+    sweep.add_argument("--batch", type=_positive_list, default=[1], help="batch sizes, comma-separated (default 1)")
+    sweep.add_argument("--rounds", type=_positive, default=3, metavar="R", help="passes (default 3)")
+    sweep.set_defaults(implementation="vllm_eesd.bench.sweep:run")
+
+
+def _add_measured(parser) -> None:
+    parser.add_argument("--model", required=True, metavar="M", help="target: a directory or a Hub id")
+    parser.add_argument("--head", metavar="H", help="exit head; default: eesd/ in the target's directory")
+    parser.add_argument("--prompts", required=True, metavar="FILE", help="JSONL with a `prompt` a line")
+    parser.add_argument("--max-tokens", type=_positive, default=128, metavar="T", help="per prompt (default 128)")
+    parser.add_argument("--dtype", default="float32", help="of the target (default float32, where identity can hold)")
+    parser.add_argument("--json", metavar="OUT", help="write a JSON list of rows")
 
 
 def _add_probe(commands) -> None:
@@ -146,7 +189,10 @@ def _add_distill(commands) -> None:
     )
     distill.add_argument("--jsd-beta", type=float, default=0.5, metavar="B", help="beta of jsd (default 0.5)")
     distill.add_argument(
-        "--head-type", choices=["transformer", "deep_context"], default="deep_context", help="(default deep_context)"
+        "--head-type",
+        choices=["transformer", "deep_context", "mlp"],
+        default="deep_context",
+        help="(default deep_context)",
     )
     distill.add_argument(
         "--accumulate", type=_positive, default=1, metavar="A", help="parts a step is computed in, to save memory"
@@ -193,6 +239,36 @@ def _add_simulate(commands) -> None:
     simulate.set_defaults(implementation="vllm_eesd.simulate.run:run")
 
 
+def _add_plan(commands) -> None:
+    plan = commands.add_parser("plan", help="what recorded acceptance would be worth on another machine and model")
+    plan.add_argument("--trace", required=True, metavar="TRACE", help="dense trace, made by `eesd trace-record`")
+    plan.add_argument("--gpu", required=True, metavar="G", help="a100, b200, h100, h200, l4, l40s; or measured")
+    plan.add_argument("--exit-layer", type=_positive, required=True, metavar="N", help="target layers a draft runs")
+    plan.add_argument("--headless", action="store_true", help="without an exit layer behind them")
+    plan.add_argument("--model", metavar="DIR", help="read the target's sizes from its config.json")
+    for size, text in (
+        ("layers", "decoder layers"),
+        ("hidden", "width"),
+        ("vocab", "vocabulary"),
+        ("intermediate", "the MLP's width (default 3.5 times the width)"),
+        ("heads", "attention heads (default: width / head-dim)"),
+        ("kv-heads", "heads of keys and values (default 8)"),
+        ("head-dim", "(default 128)"),
+    ):
+        plan.add_argument(f"--{size}", type=_positive, metavar="n", help=text)
+    plan.add_argument("--tp", type=_positive, default=1, metavar="T", help="devices, tensor parallel (default 1)")
+    plan.add_argument("--dtype", default="bfloat16", help="of the weights: bfloat16 or fp8 (default bfloat16)")
+    plan.add_argument("--context", type=_positive, default=1024, metavar="C", help="tokens in the cache (default 1024)")
+    plan.add_argument("--batch", type=_positive_list, default=[1, 2, 4, 8, 16, 32, 64], help="(default 1,2,...,64)")
+    plan.add_argument("--policy", default="goodput", help="how the draft length is chosen (default goodput)")
+    plan.add_argument("--reached", type=_positive_real, default=1.0, help="share of published peaks (default 1)")
+    for overhead in ("step", "draft", "round", "verify"):
+        plan.add_argument(f"--{overhead}-overhead-ms", type=float, default=0.0, metavar="MS", help="added (default 0)")
+    plan.add_argument("--seed", type=int, default=0, help="of the policy and of timing noise (default 0)")
+    plan.add_argument("--json", metavar="OUT", help="write what was planned")
+    plan.set_defaults(implementation="vllm_eesd.simulate.plan:run")
+
+
 def _add_calibrate(commands) -> None:
     calibrate = commands.add_parser("calibrate", help="measure what a head's confidences mean; writes into the head")
     calibrate.add_argument("model", metavar="MODEL", help="target: a directory or a Hub id")
@@ -217,6 +293,27 @@ def _add_import(commands) -> None:
     importer.add_argument("--format", choices=["auto", "balcony", "kangaroo"], default="auto", help="(default auto)")
     importer.add_argument("--json", metavar="OUT", help="write what was done")
     importer.set_defaults(implementation="vllm_eesd.distill.import_head:run")
+
+
+def _add_trace(commands) -> None:
+    trace = commands.add_parser("trace", help="one generation as a page: its text round by round, and where time went")
+    trace.add_argument("--model", required=True, metavar="M", help="target: a directory or a Hub id")
+    trace.add_argument("--head", metavar="H", help="exit head; default: eesd/ in the target's directory")
+    trace.add_argument("--prompt", required=True, metavar="P", help="text to complete")
+    trace.add_argument("--max-tokens", type=_positive, default=128, metavar="T", help="new tokens (default 128)")
+    trace.add_argument("--dtype", default="float32", help="of the target (default float32)")
+    _add_drafting(trace)
+    trace.add_argument("-o", "--output", required=True, metavar="HTML", help="page to write")
+    trace.set_defaults(implementation="vllm_eesd.view.trace:run")
+
+
+def _add_top(commands) -> None:
+    top = commands.add_parser("top", help="a server's acceptance, draft lengths, goodput and speedup, live")
+    top.add_argument("--url", required=True, metavar="URL", help="of the server, like http://127.0.0.1:8000")
+    top.add_argument("--interval", type=_positive_real, default=2.0, metavar="S", help="seconds a look (default 2)")
+    top.add_argument("--window", type=_positive_real, default=10.0, metavar="S", help="seconds summed (default 10)")
+    top.add_argument("--count", type=_positive, metavar="C", help="looks, then end (default: until Ctrl-C)")
+    top.set_defaults(implementation="vllm_eesd.view.top:run")
 
 
 def _add_doctor(commands) -> None:
@@ -258,6 +355,10 @@ def _words(text: str) -> list[str]:
     if not all(words):
         raise argparse.ArgumentTypeError(f"{text!r} is not allowed, must be a comma-separated list")
     return words
+
+
+def _positive_reals(text: str) -> list[float]:
+    return [_positive_real(word) for word in _words(text)]
 
 
 def _positive_list(text: str) -> list[int]:

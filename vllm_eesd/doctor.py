@@ -48,7 +48,7 @@ def run(args) -> int:
     """Print the report, write it to `args.json` if given, and return 1 if EESD cannot run here, else 0."""
     checks = [Check("Python", OK, platform.python_version()), *check_vllm(), *check_torch()]
     environment, environment_check = probe_environment()
-    seams, seams_check = probe_seams()
+    seams, seams_check = probe_seams(environment.runner if environment else "V1")
     checks += [environment_check, check_runner(environment), check_plugin(), seams_check]
     if args.model:
         checks += check_target(args.model)
@@ -145,13 +145,17 @@ def probe_environment():
 
 
 def check_runner(environment) -> Check | None:
-    """The model runner that an engine with EESD gets; None where vLLM could not be asked."""
+    """The model runner that drafting gets, and where it replays CUDA graphs; None where vLLM could not be asked."""
     if environment is None:
         return None
-    if environment.forced_runner:
-        return Check("model runner", FAILED, "V2, forced by VLLM_USE_V2_MODEL_RUNNER=1", "EESD drafts on V1: unset it")
-    plain = "" if environment.runner == "V1" else f" with EESD, {environment.runner} without"
-    return Check("model runner", OK, f"V1{plain} ({environment.runner_reason})")
+    found = f"{environment.runner} ({environment.runner_reason})"
+    if environment.runner == "V1" and environment.platform != "cpu":
+        return Check("model runner", FAILED, found, "on a GPU EESD drafts on V2: unset VLLM_USE_V2_MODEL_RUNNER")
+    if environment.platform == "cpu":
+        graphs = "no CUDA graphs on a CPU"
+    else:
+        graphs = "CUDA graphs: the engine's log names those of verification and of draft steps"
+    return Check("model runner", OK, f"{found}; {graphs}")
 
 
 def check_plugin() -> Check:
@@ -171,13 +175,14 @@ def check_plugin() -> Check:
     return Check("plugin", OK, entry.value)
 
 
-def probe_seams() -> tuple[list[dict], Check]:
-    """The seams into vLLM, each compared with the installed code; ([], failed check) where that raises."""
+def probe_seams(runner: str) -> tuple[list[dict], Check]:
+    """The seams into vLLM and this runner, compared with the installed code; ([], failed check) where that raises."""
     try:
-        from vllm_eesd.host.plugin import check_host
+        from vllm_eesd.host import plugin, v2_seams
 
         fields = ("name", "target", "ok", "reason", "why", "retired_by")
-        seams = [{field: getattr(seam, field) for field in fields} for seam in check_host()]
+        states = plugin.check_host() + (v2_seams.check() if runner == "V2" else [])
+        seams = [{field: getattr(seam, field) for field in fields} for seam in states]
     except Exception as error:
         return [], Check("seams", FAILED, one_line(error), "vLLM could not be compared with what EESD expects of it")
     broken = [seam["name"] for seam in seams if not seam["ok"]]

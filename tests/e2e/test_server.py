@@ -102,15 +102,17 @@ def expected(embedded_model):
         timeout=START_LIMIT_S,
     )
     assert run.returncode == 0, run.stderr[-3000:]
-    return json.loads(run.stdout.split("RESULT")[1])
+    return json.loads(run.stdout.split("RESULT")[1].splitlines()[0])
 
 
+@pytest.mark.feature("vllm serve, OpenAI client, async engine", "the same answers")
 def test_completions_from_eight_clients_at_once(client, expected):
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         answers = list(pool.map(lambda prompt: complete(client, prompt).choices[0].text, PROMPTS))
     assert answers == expected
 
 
+@pytest.mark.feature("streaming", "the same answers")
 def test_streaming_gives_the_same_text_in_pieces(client, expected):
     pieces = [chunk.choices[0].text for chunk in complete(client, PROMPTS[0], stream=True) if chunk.choices]
     assert len(pieces) > 1
@@ -129,6 +131,7 @@ def test_a_stop_string_ends_the_text_before_it(client, expected):
     assert complete(client, PROMPTS[1], stop=[stop]).choices[0].text == expected[1][: expected[1].index(stop)]
 
 
+@pytest.mark.feature("disconnecting clients", "the same answers for the others")
 def test_a_client_that_disconnects_mid_stream_harms_nobody(server, client, expected):
     body = json.dumps({"model": "code", "prompt": PROMPTS[2], "max_tokens": 900, "stream": True, "ignore_eos": True})
     host, port = server.removeprefix("http://").split(":")
@@ -156,3 +159,29 @@ def running_requests(server):
 def test_it_really_speculates(server, client):
     complete(client, PROMPTS[0])
     assert metric(server, "vllm:spec_decode_num_accepted_tokens_total") > 0
+
+
+def test_eesd_counts_are_at_the_metrics_endpoint_and_top_shows_them(server, client):
+    from vllm_eesd.view.scrape import between, fetch, parse
+
+    url = f"{server}/metrics"
+    # Counters of requests before this one are published within a second, on a busy machine later.
+    earlier, before = None, parse(fetch(url), 0.0)
+    while earlier is None or earlier.values != before.values:
+        time.sleep(2.5)
+        earlier, before = before, parse(fetch(url), 0.0)
+    complete(client, PROMPTS[1], max_tokens=200, extra_body={"ignore_eos": True})
+    deadline = time.monotonic() + 60
+    while (after := parse(fetch(url), 10.0)).values["emitted"] - before.values["emitted"] < 199:
+        assert time.monotonic() < deadline, after
+        time.sleep(0.2)
+    figures = between(before, after)
+    # The first token comes from the prompt's forward pass, which is no round.
+    assert after.values["emitted"] - before.values["emitted"] == 199
+    assert figures.own and figures.goodput == 20.0
+    assert 1 < figures.acceptance_length < 9 and 0 < figures.speedup < 20
+    assert sum(figures.lengths) == pytest.approx(1)
+    command = [sys.executable, "-m", "vllm_eesd.cli", "top", "--url", server, "--interval", "0.2", "--count", "2"]
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert shown.returncode == 0, shown.stderr
+    assert shown.stdout.count("estimated speedup over plain") == 2 and "EESD's own counters are not" not in shown.stdout

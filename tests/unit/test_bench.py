@@ -97,6 +97,7 @@ def test_speedup_is_the_median_of_paired_ratios_not_the_ratio_of_totals():
     assert paired_ratios(runs["eesd"], runs["plain"]) == pytest.approx([2.0, 1.25, 4.0])
     plain, eesd, ngram = rows(runs, exact=True)
     assert (eesd["speedup_vs_plain"], eesd["speedup_spread"]) == (2.0, [1.25, 4.0])
+    assert eesd["speedup_interval"] == [1.25, 4.0]  # of three rounds the median's interval is the range
     assert (plain["speedup_vs_plain"], plain["speedup_spread"]) == (1.0, [1.0, 1.0])
     assert ngram["speedup_vs_plain"] == 2.0
     assert plain["tokens_per_s"] == 2.0  # two prompts of four tokens in 2 x 2.0 s, the median round

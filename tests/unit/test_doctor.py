@@ -46,6 +46,8 @@ def machine(monkeypatch):
     monkeypatch.setattr(doctor, "import_error", lambda name: fake.import_errors.get(name, ""))
     monkeypatch.setattr("vllm_eesd.host.environment.read_environment", read_environment)
     monkeypatch.setattr("vllm_eesd.host.plugin.check_host", check_host)
+    v2_seam = types.SimpleNamespace(**SEAM | {"name": "init_speculator"})
+    monkeypatch.setattr("vllm_eesd.host.v2_seams.check", lambda: [v2_seam])
     monkeypatch.setattr(doctor, "plugin_entries", lambda: fake.entries)
     monkeypatch.delenv("VLLM_PLUGINS", raising=False)
     return fake
@@ -199,18 +201,22 @@ def test_plugin_kept_out(machine, examine, monkeypatch):
     assert examine()[0] == 0
 
 
-def test_runner_forced_to_v2(machine, examine):
-    machine.environment = Environment("0.32.0", "cpu", "V2", "VLLM_USE_V2_MODEL_RUNNER=1", True)
+def test_the_runner_and_its_graphs_are_named(machine, examine):
     code, checks, _ = examine()
-    assert code == 1
-    assert "unset" in checks["model runner"]["advice"]
-
-
-def test_another_platform_is_a_warning(machine, examine):
+    assert (code, checks["model runner"]["found"]) == (0, "V1 (no Triton); no CUDA graphs on a CPU")
+    assert checks["seams"]["found"] == "all 1 fit"
     machine.environment = Environment("0.32.0", "cuda", "V2", "Triton works here", None)
     code, checks, _ = examine()
     assert (code, checks["platform"]["status"]) == (0, "warning")
-    assert checks["model runner"]["found"].startswith("V1 with EESD, V2 without")
+    assert checks["model runner"]["found"].startswith("V2 (Triton works here); CUDA graphs: ")
+    assert checks["seams"]["found"] == "all 2 fit"
+
+
+def test_v1_on_a_gpu_is_refused(machine, examine):
+    machine.environment = Environment("0.32.0", "cuda", "V1", "VLLM_USE_V2_MODEL_RUNNER=0", False)
+    code, checks, _ = examine()
+    assert (code, checks["model runner"]["status"]) == (1, "failed")
+    assert "unset" in checks["model runner"]["advice"]
 
 
 @pytest.fixture

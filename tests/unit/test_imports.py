@@ -9,7 +9,8 @@ import pytest
 REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE = "vllm_eesd"
 
-CORE = {"config", "policy", "stats", "trace", "drafting", "exit_head", "verify", "kernels", "request_options"}
+CORE = {"config", "policy", "stats", "trace", "round_trace", "drafting", "exit_head", "verify", "kernels"}
+CORE |= {"request_options"}
 # Part -> parts of this package that it may import, besides itself and the bare package (its version).
 ALLOWED_PARTS = {
     "__init__": {"config"},
@@ -18,6 +19,7 @@ ALLOWED_PARTS = {
     "policy": {"config"},
     "stats": {"config"},
     "trace": {"config", "policy"},
+    "round_trace": {"config", "policy"},
     "drafting": CORE,
     "request_options": {"config", "policy"},
     "exit_head": CORE,
@@ -26,6 +28,7 @@ ALLOWED_PARTS = {
     "distill": CORE,
     "simulate": CORE,
     "bench": CORE,
+    "view": CORE | {"bench"},
     "doctor": CORE | {"host"},
     "cli": set(),
 }

@@ -6,9 +6,10 @@ import os
 import re
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,6 +46,8 @@ class EngineSettings:
         num_speculative_tokens: eesd's longest draft.
         policy: eesd's draft-length policy.
         seed: vLLM's seed.
+        policy_args: eesd's.
+        exit_layer: draft headless from this layer of the target instead of with a head.
     """
 
     model: str
@@ -53,6 +56,8 @@ class EngineSettings:
     num_speculative_tokens: int = 8
     policy: str = "goodput"
     seed: int = 0
+    policy_args: Mapping[str, Any] = field(default_factory=dict)
+    exit_layer: int | None = None
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -62,6 +67,8 @@ class EngineSettings:
     def eesd_config(self) -> dict[str, Any]:
         """Return eesd's `speculative_config`."""
         config = {"method": "eesd", "num_speculative_tokens": self.num_speculative_tokens, "policy": self.policy}
+        config |= {"policy_args": dict(self.policy_args)} if self.policy_args else {}
+        config |= {"exit_layer": self.exit_layer} if self.exit_layer else {}
         return config | ({"model": self.head} if self.head else {})
 
     def method_arguments(self, method: str) -> dict[str, Any]:
@@ -71,6 +78,28 @@ class EngineSettings:
         return {"speculative_config": dict(NGRAM)} if method == "ngram" else {}
 
 
+@dataclass
+class Served:
+    """What became of one request; times in seconds since the first could arrive.
+
+    Attributes:
+        arrived: when it was to arrive: waiting for the engine to take it counts as its latency.
+        first, last: when its first and its last token came.
+        tokens: generated.
+    """
+
+    arrived: float
+    first: float = 0.0
+    last: float = 0.0
+    tokens: list[int] = field(default_factory=list)
+
+    def add(self, tokens: list[int], now: float) -> None:
+        """Take in tokens that came now."""
+        if tokens:
+            self.first, self.last = self.first if self.tokens else now, now
+            self.tokens += tokens
+
+
 class VllmEngine:
     """A `vllm.LLM` behind the interface that `measure` wants (`measure.Engine`)."""
 
@@ -78,11 +107,11 @@ class VllmEngine:
         self._llm = llm
         self._drafts = method == "eesd"
 
-    def generate(self, prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
+    def generate(self, prompts: list[list[int]], max_tokens: int, ignore_eos: bool = True) -> list[list[int]]:
         from vllm import TokensPrompt
 
         inputs = [TokensPrompt(prompt_token_ids=tokens) for tokens in prompts]
-        outputs = self._llm.generate(inputs, _greedy(max_tokens), use_tqdm=False)
+        outputs = self._llm.generate(inputs, _greedy(max_tokens, ignore_eos=ignore_eos), use_tqdm=False)
         return [list(output.outputs[0].token_ids) for output in outputs]
 
     def stream(self, prompts: list[list[int]], max_tokens: int) -> Iterator[list[tuple[int, list[int]]]]:
@@ -94,6 +123,25 @@ class VllmEngine:
             engine.add_request(str(index), tokens_input(tokens), _greedy(max_tokens, RequestOutputKind.DELTA))
         while engine.has_unfinished_requests():
             yield [(int(output.request_id), list(output.outputs[0].token_ids)) for output in engine.step()]
+
+    def serve(self, prompts: list[list[int]], arrivals: list[float], max_tokens: int) -> list[Served]:
+        """Generate as requests arrive; see `vllm_eesd.bench.throughput.Server`."""
+        from vllm.inputs import tokens_input
+        from vllm.sampling_params import RequestOutputKind
+
+        engine, params = self._llm.llm_engine, _greedy(max_tokens, RequestOutputKind.DELTA)
+        served, begun, began = [Served(arrival) for arrival in arrivals], 0, time.perf_counter()
+        while begun < len(prompts) or engine.has_unfinished_requests():
+            while begun < len(prompts) and arrivals[begun] <= time.perf_counter() - began:
+                engine.add_request(str(begun), tokens_input(prompts[begun]), params)
+                begun += 1
+            if not engine.has_unfinished_requests():
+                time.sleep(max(0.0, arrivals[begun] - (time.perf_counter() - began)))
+                continue
+            outputs, now = engine.step(), time.perf_counter() - began
+            for output in outputs:
+                served[int(output.request_id)].add(list(output.outputs[0].token_ids), now)
+        return served
 
     def forget_prefixes(self) -> None:
         if not self._llm.reset_prefix_cache():
@@ -114,12 +162,12 @@ class VllmEngine:
         self._llm.llm_engine.engine_core.shutdown()
 
 
-def _greedy(max_tokens: int, output_kind: Any = None) -> Any:
+def _greedy(max_tokens: int, output_kind: Any = None, ignore_eos: bool = True) -> Any:
     from vllm import SamplingParams
 
     kind = {} if output_kind is None else {"output_kind": output_kind}
-    # Whatever the method, exactly max_tokens tokens: an early end would shorten the work.
-    return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, **kind)
+    # In a comparison exactly max_tokens tokens, whatever the method: an early end would shorten the work.
+    return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=ignore_eos, **kind)
 
 
 def encode_prompts(

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 Tokens = list[int]
+#: Bootstrap samples of a run's ratios: the ends of an interval are then good to the digits shown.
+RESAMPLES = 2000
 
 
 class Engine(Protocol):
@@ -126,6 +128,17 @@ def paired_ratios(runs: Runs, plain: Runs) -> list[float]:
     return [ours / theirs for ours, theirs in zip(runs.tokens_per_s(), plain.tokens_per_s(), strict=True)]
 
 
+def bootstrap_interval(ratios: list[float]) -> list[float] | None:
+    """Return the 95% interval of the ratios' median, None for fewer than three; always the same for the same ratios."""
+    from scipy.stats import bootstrap
+
+    if len(ratios) < 3:
+        return None
+    settings = {"n_resamples": RESAMPLES, "method": "percentile", "rng": 0}
+    found = bootstrap((ratios,), statistics.median, vectorized=False, **settings).confidence_interval
+    return [round(float(found.low), 3), round(float(found.high), 3)]
+
+
 def first_difference(expected: list[Tokens], outputs: list[Tokens]) -> str | None:
     """Return where outputs leave the expected tokens, in words, None if they are the same."""
     for index, (right, ours) in enumerate(zip(expected, outputs, strict=True)):
@@ -149,11 +162,12 @@ def rows(runs: Mapping[str, Runs], *, exact: bool) -> list[dict[str, Any]]:
         found = (first_difference(plain.outputs[0], out) for out in ours.outputs) if plain else ()
         difference = next(filter(None, found), None)
         row: dict[str, Any] = {"method": method, "tokens_per_s": round(statistics.median(ours.tokens_per_s()), 2)}
-        row |= {"speedup_vs_plain": None, "speedup_spread": None}
+        row |= {"speedup_vs_plain": None, "speedup_spread": None, "speedup_interval": None}
         if plain and not (exact and difference):
             ratios = paired_ratios(ours, plain)
             row["speedup_vs_plain"] = round(statistics.median(ratios), 3)
             row["speedup_spread"] = [round(min(ratios), 3), round(max(ratios), 3)]
+            row["speedup_interval"] = bootstrap_interval(ratios)
         row |= {name: _rounded(value) for name, value in round_statistics(ours.counters).items()}
         result.append(row | {"identical": difference is None if plain else None, "first_difference": difference})
     return result

@@ -25,8 +25,9 @@ def read_prompts(path: str | Path) -> list[Prompt]:
     """
     path = Path(path)
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
+        # Not splitlines(): JSON strings may hold U+2028 and its kind.
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a path with a null byte
         reason = getattr(error, "strerror", None) or "not UTF-8 text"
         raise ValueError(f"{path}: cannot be read ({reason}); allowed: a JSONL file, each line {ALLOWED}") from None
     prompts = [_prompt(line, f"{path}:{number}") for number, line in enumerate(lines, 1) if line.strip()]
@@ -40,6 +41,8 @@ def _prompt(line: str, place: str) -> Prompt:
         entry = json.loads(line)
     except json.JSONDecodeError as error:
         raise ValueError(f"{place}: not JSON ({error.msg} at column {error.colno}); allowed: {ALLOWED}") from None
+    except (ValueError, RecursionError) as error:  # a number of too many digits, or nested too deeply
+        raise ValueError(f"{place}: not JSON ({error}); allowed: {ALLOWED}") from None
     prompt = entry.get("prompt") if isinstance(entry, dict) else None
     if not isinstance(prompt, str) or not prompt:
         raise ValueError(f"{place}: {_shown(entry)} has no usable prompt; allowed: {ALLOWED}")
@@ -47,5 +50,8 @@ def _prompt(line: str, place: str) -> Prompt:
 
 
 def _shown(entry: object) -> str:
-    text = json.dumps(entry)
+    try:
+        text = json.dumps(entry)
+    except RecursionError:
+        return "a value nested too deeply"
     return text if len(text) <= 60 else text[:57] + "..."

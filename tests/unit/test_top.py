@@ -1,0 +1,156 @@
+"""What a server's metrics endpoint says, from a recorded answer, and what `eesd top` shows of it."""
+
+import http.server
+import re
+import threading
+from pathlib import Path
+
+import pytest
+
+from vllm_eesd import cli
+from vllm_eesd.view.scrape import Snapshot, between, fetch, metrics_url, parse
+from vllm_eesd.view.top import Watch, sparkline
+
+#: Of a server of the embedded model with `--speculative-config eesd`, abridged to what is read and a little more.
+RECORDED = (Path(__file__).parent / "metrics.txt").read_text(encoding="utf-8")
+ZERO = Snapshot(0.0, {})
+
+
+def without_eesd(text):
+    return "".join(line for line in text.splitlines(keepends=True) if "eesd:" not in line)
+
+
+def raised(text, name, by):
+    """The text with every sample of that name raised by so much."""
+    assert re.search(rf"^{name}\{{", text, re.M), name
+    return re.sub(rf"^({name}\{{.*\}}) (\S+)$", lambda m: f"{m[1]} {float(m[2]) + by}", text, flags=re.M)
+
+
+def test_a_recorded_answer_is_read():
+    snapshot = parse(RECORDED, 10.0)
+    figures = between(ZERO, snapshot)
+    assert snapshot.model == "code" and figures.own
+    values = snapshot.values
+    # Requests' first tokens come from their prompts' forward passes; everything else from rounds.
+    assert values["emitted"] == values["rounds"] + values["accepted"] <= values["generated"]
+    assert figures.goodput == values["generated"] / 10
+    assert figures.acceptance_length == values["emitted"] / values["rounds"]
+    assert figures.acceptance_rate == values["accepted"] / values["drafted"]
+    assert sum(length * share for length, share in enumerate(figures.lengths)) == pytest.approx(figures.draft_length)
+    assert sum(figures.lengths) == pytest.approx(1) and figures.without_draft == figures.lengths[0]
+    assert figures.speedup == values["plain_s"] / values["decode_s"]
+    assert len(figures.positions) == 8 and figures.positions == sorted(figures.positions, reverse=True)
+
+
+def test_figures_are_of_the_time_between_two_looks():
+    later = RECORDED
+    for name, by in (("rounds", 10), ("drafted_tokens", 40), ("accepted_tokens", 20), ("emitted_tokens", 30)):
+        later = raised(later, f"eesd:{name}_total", by)
+    later = raised(raised(later, "eesd:decode_seconds_total", 2), "eesd:plain_seconds_total", 5)
+    later = raised(later, "vllm:generation_tokens_total", 31)
+    figures = between(parse(RECORDED, 100.0), parse(later, 102.0))
+    assert (figures.goodput, figures.acceptance_rate, figures.acceptance_length) == (15.5, 0.5, 3.0)
+    assert (figures.draft_length, figures.speedup) == (4.0, pytest.approx(2.5))
+
+
+def test_engines_are_summed():
+    second = "\n".join(
+        re.sub(r'engine="0"', 'engine="1"', line) for line in RECORDED.splitlines() if 'engine="0"' in line
+    )
+    once, twice = parse(RECORDED, 1.0), parse(f"{RECORDED}{second}\n", 1.0)
+    assert twice.values == {name: 2 * value for name, value in once.values.items()}
+    assert between(ZERO, twice).lengths == between(ZERO, once).lengths
+
+
+def test_without_our_own_counters_vllms_are_taken_for_what_they_are():
+    snapshot = parse(without_eesd(RECORDED), 10.0)
+    figures, values = between(ZERO, snapshot), snapshot.values
+    assert not figures.own and figures.speedup is None and figures.lengths == [] and figures.without_draft is None
+    assert figures.acceptance_rate == values["vllm_accepted"] / values["vllm_drafted"]
+    assert figures.acceptance_length == values["generated"] / (values["generated"] - values["vllm_accepted"])
+
+
+def test_a_server_without_speculation_has_goodput_only():
+    text = without_eesd("".join(line for line in RECORDED.splitlines(keepends=True) if "spec_decode" not in line))
+    figures = between(ZERO, parse(text, 10.0))
+    assert figures.goodput > 0 and figures.acceptance_rate is None and figures.positions == []
+
+
+def test_a_restart_begins_anew():
+    after = parse(RECORDED, 10.0)
+    larger = {name: value + 1000 for name, value in after.values.items()}
+    lists = {label: {key: count + 1000 for key, count in counts.items()} for label, counts in after.lists.items()}
+    assert between(Snapshot(0.0, larger, lists), after) == between(ZERO, after)
+
+
+@pytest.mark.parametrize("text", ["", "python_info 1\n", "{\n"])
+def test_another_services_metrics_are_refused(text):
+    with pytest.raises(ValueError):
+        parse(text, 0.0)
+
+
+def test_urls():
+    assert metrics_url("http://host:8000/") == metrics_url("http://host:8000/metrics") == "http://host:8000/metrics"
+    with pytest.raises(ValueError, match="--url 'host:8000' is not valid"):
+        metrics_url("host:8000")
+    with pytest.raises(ValueError, match="no metrics .*allowed: the address of a running vLLM server"):
+        fetch("http://127.0.0.1:9/metrics")
+
+
+def test_sparkline():
+    assert sparkline([0.0, None, 7.0, 3.0]) == "▁ █▄"
+    assert sparkline([None, 0.0]) == ""
+
+
+@pytest.fixture
+def server():
+    """URL of a server whose /metrics is the recorded text, more by a round of four tokens at every look."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        looks = 0
+
+        def do_GET(self):
+            Handler.looks += 1
+            text = raised(RECORDED, "vllm:generation_tokens_total", 4 * Handler.looks)
+            for name, by in (("rounds", 1), ("drafted_tokens", 4), ("accepted_tokens", 3), ("emitted_tokens", 4)):
+                text = raised(text, f"eesd:{name}_total", by * Handler.looks)
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(text.encode())
+
+        def log_message(self, *args):
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as service:
+        threading.Thread(target=service.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{service.server_port}"
+        service.shutdown()
+
+
+def test_top_shows_a_server(server, capsys):
+    assert cli.main(["top", "--url", server, "--count", "2", "--interval", "0.05"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.count("eesd top  code") == 2
+    assert re.search(r"drafts accepted +75%", shown) and re.search(r"tokens per round +4\.00", shown)
+    assert "EESD's own counters are not" not in shown
+
+
+def test_a_server_that_goes_away_is_said_and_the_view_stays(server, monkeypatch):
+    from rich.console import Console
+
+    clock = iter(range(100))
+    watch = Watch(f"{server}/metrics", 10.0, lambda: float(next(clock)))
+    watch.look()
+    watch.look()
+    watch.url = "http://127.0.0.1:9/metrics"
+    watch.look()
+    console = Console(width=120, record=True, file=open("/dev/null", "w"))
+    console.print(watch.view())
+    shown = console.export_text()
+    assert "no answer" in shown and re.search(r"goodput, tokens/s +4\.0", shown)
+
+
+def test_nobody_there_is_one_line(capsys):
+    assert cli.main(["top", "--url", "http://127.0.0.1:9"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("eesd: error: http://127.0.0.1:9/metrics: no metrics") and error.count("\n") == 1
