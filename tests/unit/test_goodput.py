@@ -6,6 +6,7 @@ import pytest
 from vllm_eesd.config import MAX_SPECULATIVE_TOKENS
 from vllm_eesd.policy import BetaPosterior, CostModel, build_policy
 from vllm_eesd.policy.calibration import EXPONENT_RANGE
+from vllm_eesd.policy.guard import Guard
 from vllm_eesd.simulate.peers import FixedLength
 from vllm_eesd.simulate.replay import PolicyDrafter, replay
 from vllm_eesd.simulate.run import mix, simulate
@@ -78,6 +79,16 @@ def test_whatever_it_believes_the_guard_bounds_the_loss(draft_ratio, batch):
     rounds = 2 * (full_round / world.plain_ms(batch) - 1) * batch / (num_requests * num_tokens)
     # Costs are measured with noise: the account is right to a few percent of what it holds.
     assert loss <= 1.05 * (PROBE_BUDGET + ALLOWANCE / num_tokens + rounds)
+
+
+def test_the_last_request_of_a_batch_does_not_pay_the_debt_of_all():
+    guard = Guard(PROBE_BUDGET)
+    guard.settle(64, cost=2.0, num_tokens=64)
+    assert guard.credit == pytest.approx(-64 + 0.64)
+    guard.settle(1, cost=1.0, num_tokens=1)
+    assert guard.credit > -1
+    guard.admit(1)
+    assert guard.may_draft()
 
 
 def test_the_tests_above_would_see_a_policy_without_a_guard():

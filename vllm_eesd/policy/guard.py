@@ -16,7 +16,8 @@ class Guard:
     Unit: tokens, the time in which plain decoding would have emitted one. A round of a batch of n that took C times a
     plain step and emitted t tokens lost n C - t. Whatever the policy believes, it drafts only while the account is
     positive; when it believes that drafting does not pay, the income (`probe_budget` of the time) buys probes. So all
-    losses together stay below that share of the time, two tokens a request and one round, as far as costs are right.
+    losses together stay below that share of the time, two tokens a request and one round, as far as costs are right. A
+    request that ends takes its share of a debt along: the last one of 64 does not go without drafts for all of them.
 
     Args:
         probe_budget: share of the time that may be lost in the long run.
@@ -25,6 +26,7 @@ class Guard:
     def __init__(self, probe_budget: float) -> None:
         self.probe_budget = probe_budget
         self.credit = 0.0
+        self._num_reqs = 0
         self._wait = 0.0
         self._next_wait = FIRST_WAIT
 
@@ -67,4 +69,7 @@ class Guard:
         self._wait -= 1.0
         if gain > 0:
             self.paid()
+        if self.credit < 0 and num_reqs < self._num_reqs:
+            self.credit *= num_reqs / self._num_reqs
+        self._num_reqs = num_reqs
         self.credit = min(self.credit + gain + self.probe_budget * num_reqs, MAX_CREDIT * num_reqs)
