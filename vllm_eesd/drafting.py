@@ -51,10 +51,12 @@ def draft_round(
     policy.begin_round(slots, limits)
     rows = np.arange(len(slots))
     while True:
-        going_on = policy.draft_more(slots[rows], num_drafted, confidence) & (limits[rows] > num_drafted)
-        rows, token_ids = rows[going_on], token_ids[going_on]
-        if not len(rows):
+        going_on = policy.draft_more(slots, num_drafted, confidence) & (limits > num_drafted)
+        if not going_on.any():
             return drafts
+        if not going_on.all():
+            rows, token_ids = rows[going_on], token_ids[going_on]
+            slots, limits = slots[going_on], limits[going_on]
         token_ids, confidence = model.step(rows, num_drafted, token_ids)
         for row, token_id in zip(rows.tolist(), token_ids.tolist(), strict=False):
             drafts[row].append(token_id)

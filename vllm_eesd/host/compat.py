@@ -22,6 +22,7 @@ from vllm.v1.sample.logits_processor.builtin import (
     MinPLogitsProcessor,
     MinTokensLogitsProcessor,
 )
+from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
 __all__ = [
     "AutoWeightsLoader",
@@ -35,6 +36,7 @@ __all__ = [
     "RMSNorm",
     "ReplicatedLinear",
     "SamplerOutput",
+    "SpecDecodeMetadata",
     "SpeculativeConfig",
     "VllmConfig",
     "create_forward_context",

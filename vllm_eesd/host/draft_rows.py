@@ -31,8 +31,10 @@ class DraftRows:
         self, runner: Any, step: DraftStep, layer_names: list[str], sampling: DraftSampling | None = None
     ) -> None:
         self._step, self._layer_names, self._sampling = step, layer_names, sampling
-        #: (rows, ms) of the draft steps of the last round.
+        #: (rows, ms) of the draft steps of the last round, each with the decision before it (the first's belongs to
+        #: the round), because that is what one step more costs.
         self.step_times: list[tuple[int, float]] = []
+        self._step_ended = 0.0
         #: Tokens of the last round drafted from hidden states that held infinities or NaN.
         self.num_not_finite = 0
         group_id, group = _attention_group(runner, layer_names)
@@ -65,7 +67,8 @@ class DraftRows:
 
     def step(self, rows: np.ndarray, offset: int, token_ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the next draft token of `rows` and its confidence; see `vllm_eesd.drafting.DraftModel`."""
-        began = time.perf_counter()
+        round_context = self._context_of(rows, offset)
+        began = self._step_ended if offset else time.perf_counter()
         num_rows = len(rows)
         positions = self._bonus_positions[rows] + offset
         block_size = self._block_table.block_size
@@ -92,15 +95,14 @@ class DraftRows:
         metadata = self._builder.build(0, common)
         self._context.attn_metadata = dict.fromkeys(self._layer_names, metadata)
         self._context.slot_mapping = dict.fromkeys(self._layer_names, slot_mapping)
-        best, confidence, logits = self._step(
-            self._input_ids[:num_rows], self._positions[:num_rows], self._context_of(rows, offset)
-        )
+        best, confidence, logits = self._step(self._input_ids[:num_rows], self._positions[:num_rows], round_context)
         # Which token the largest of NaNs is, is anybody's guess: it must be one, or the target could not look it up.
         drafted, confidence = best.numpy().clip(0, self._vocab_size - 1), confidence.numpy()
         self.num_not_finite += int(np.isnan(confidence).sum())
         if self._sampling is not None:
             drafted = self._sampling.draw(rows, logits, drafted)
-        self.step_times.append((num_rows, (time.perf_counter() - began) * 1e3))
+        self._step_ended = time.perf_counter()
+        self.step_times.append((num_rows, (self._step_ended - began) * 1e3))
         return drafted, confidence
 
     def _context_of(self, rows: np.ndarray, offset: int) -> torch.Tensor | None:

@@ -89,6 +89,17 @@ def _wrap_sample(original: Callable[..., Any]) -> Callable[..., Any]:
     return _sample
 
 
+def _wrap_calc_spec_decode_metadata(original: Callable[..., Any]) -> Callable[..., Any]:
+    def _calc_spec_decode_metadata(self, num_draft_tokens, cu_num_scheduled_tokens):
+        from vllm_eesd.host.v1 import EarlyExitProposer
+
+        if num_draft_tokens.any() or not isinstance(self.drafter, EarlyExitProposer):
+            return original(self, num_draft_tokens, cu_num_scheduled_tokens)
+        return self.drafter.nothing_to_verify(cu_num_scheduled_tokens)
+
+    return _calc_spec_decode_metadata
+
+
 def _wrap_expand_batch_to_tokens(original: Callable[..., Any]) -> Callable[..., Any]:
     def expand_batch_to_tokens(x, cu_num_tokens, num_tokens, replace_from=0, replace_to=0):
         if not x.is_cpu:
@@ -226,6 +237,13 @@ SEAMS = (
         why="the rejection sampler costs several plain samplers on a CPU; without drafts (it fails with top-k) or with "
         "a temperature alone EESD samples",
         retired_by="the rejection sampler costing little more than the sampler, and left out when a step has no drafts",
+    ),
+    Seam(
+        target="vllm.v1.worker.gpu_model_runner:GPUModelRunner._calc_spec_decode_metadata",
+        digests=("57820ad4a011ede9",),
+        wrap=_wrap_calc_spec_decode_metadata,
+        why="a step without drafts shall cost what a plain one costs: there is nothing to work out for it",
+        retired_by="the runner leaving the metadata out when a step has no drafts",
     ),
     Seam(
         target="vllm.v1.sample.rejection_sampler:expand_batch_to_tokens",

@@ -37,6 +37,8 @@ class RunningRequests:
         self._token_budget = np.zeros(max_num_reqs, dtype=np.int64)
         self._longest_draft = np.zeros(max_num_reqs, dtype=np.int64)
         self._stop_token_ids: list[frozenset[int]] = [frozenset()] * max_num_reqs
+        #: The batch of the last step and its slots.
+        self._last: tuple[list[str], np.ndarray] = [], np.zeros(0, dtype=np.int64)
         #: [max_num_reqs] bool: whether a slot's outcomes may teach what other requests use.
         self.shares = np.ones(max_num_reqs, dtype=bool)
 
@@ -51,17 +53,22 @@ class RunningRequests:
     def forget(self) -> None:
         """Give every slot back, as if no request had been seen."""
         self._slots = RequestSlots(self._max_num_reqs)
+        self._last = [], np.zeros(0, dtype=np.int64)
 
     def slots_of(self, runner: Any, finished: set[str]) -> np.ndarray:
-        """Return the slot of each row of the runner's batch, [num_reqs] int64."""
+        """Return the slot of each row of the runner's batch, [num_reqs] int64; not to be written to."""
+        last_ids, slots = self._last
+        request_ids = runner.input_batch.req_ids
+        if not finished and request_ids == last_ids:
+            return slots
         self._slots.release(finished)
         # What ended in a step without tokens, the last one before an idle server, was told to no round.
         self._slots.release([name for name in self._slots.request_ids() if name not in runner.requests])
-        request_ids = runner.input_batch.req_ids
         slots, new = self._slots.assign(request_ids)
         if new.any():
             requests = [_describe(runner.requests[request_ids[row]]) for row in np.flatnonzero(new)]
             self.admit(slots[new], requests, runner.max_model_len)
+        self._last = list(request_ids), slots
         return slots
 
     def admit(self, slots: np.ndarray, requests: Sequence[NewRequest], max_model_len: int) -> None:
@@ -92,7 +99,8 @@ class RunningRequests:
             slots: [num_rows] int64.
             num_tokens: [num_rows] int64, prompt and output so far.
         """
-        return np.minimum(self._longest_draft[slots], self._token_budget[slots] - num_tokens - 1).clip(min=0)
+        left = self._token_budget[slots] - num_tokens - 1
+        return np.maximum(np.minimum(self._longest_draft[slots], left), 0)
 
     def draft_limits(self, slots: np.ndarray, num_tokens: np.ndarray, emitted: list[list[int]]) -> np.ndarray:
         """Return the longest draft each row may have, [num_rows] int64.
@@ -106,8 +114,8 @@ class RunningRequests:
             emitted: num_rows lists, of the step just run.
         """
         limits = self.longest_drafts(slots, num_tokens)
-        for row, tokens in enumerate(emitted):
-            if not tokens or tokens[-1] in self._stop_token_ids[slots[row]]:
+        for row, (slot, tokens) in enumerate(zip(slots.tolist(), emitted, strict=True)):
+            if not tokens or tokens[-1] in self._stop_token_ids[slot]:
                 limits[row] = 0
         return limits
 

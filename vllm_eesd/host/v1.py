@@ -101,6 +101,10 @@ class EarlyExitProposer:
             "eesd: the seam at GPUModelRunner.propose_draft_token_ids is not installed; run `eesd doctor`"
         )
 
+    def nothing_to_verify(self, cu_num_scheduled_tokens: np.ndarray) -> Any:
+        """Return vLLM's SpecDecodeMetadata of a step without drafts, see `verification.nothing_to_verify`."""
+        return verification.nothing_to_verify(cu_num_scheduled_tokens)
+
     def sample(self, runner: Any, host_sample: Any, logits: torch.Tensor, metadata: Any) -> Any:
         """Return vLLM's SamplerOutput of a step, see `verification.sample`."""
         return verification.sample(runner, host_sample, logits, metadata, self._sampling)
@@ -162,31 +166,40 @@ class EarlyExitProposer:
         limits = self._requests.draft_limits(slots, num_tokens, sampled_token_ids)
         if runner.lora_config:  # the draft step knows no adapters
             limits[batch.request_lora_mapping[: len(slots)] != 0] = 0
-        bonus_token_ids = np.array([ids[-1] if ids else 0 for ids in sampled_token_ids], dtype=np.int64)
         if self._rows is None:
             self._rows = DraftRows(runner, self._step, self._layer_names, self._sampling)
         if self._sampling is not None:
             self._sampling.begin_round(runner, scheduler_output.finished_req_ids)
+        began = time.perf_counter()
+        self._learn_costs(began, decoded, sampled_token_ids, scheduler_output.total_num_scheduled_tokens)
+        self._report(began)
+        if not limits.any():
+            self._round_ended, self._draft_times = time.perf_counter(), ([], None)
+            return self._kept(batch, sampled_token_ids, [[] for _ in sampled_token_ids], slots)
         # Whatever the scheduler reserved: a draft may never write into a block that is not its request's.
-        limits = np.minimum(limits, self._rows.allocated_tokens(len(slots)) - num_tokens + 1).clip(min=0)
+        limits = np.maximum(np.minimum(limits, self._rows.allocated_tokens(len(slots)) - num_tokens + 1), 0)
+        bonus_token_ids = np.array([ids[-1] if ids else 0 for ids in sampled_token_ids], dtype=np.int64)
 
         def produced_bonus() -> torch.Tensor:
             return sample_hidden_states[self._produced_bonus(batch.req_ids, scheduler_output, sampled_token_ids)]
 
-        began = time.perf_counter()
-        self._learn_costs(began, decoded, sampled_token_ids, scheduler_output.total_num_scheduled_tokens)
         with self._rows.round(num_tokens - 1, produced_bonus):
             drafts = draft_round(self._rows, self.policy, slots, bonus_token_ids, limits)
         self._round_ended = time.perf_counter()
         self.stats.count_not_finite(self._rows.num_not_finite)
-        self._report(began)
         steps = self._rows.step_times
         rest_ms = (self._round_ended - began) * 1e3 - sum(ms for _, ms in steps)
         self._draft_times = steps, (len(slots), rest_ms) if steps else None
-        if self.recorder is not None:
-            self.recorder.add(batch.req_ids, sampled_token_ids, drafts, self.policy.confidences_of(slots))
-            return [[] for _ in drafts]
-        return drafts
+        return self._kept(batch, sampled_token_ids, drafts, slots)
+
+    def _kept(
+        self, batch: Any, emitted: list[list[int]], drafts: list[list[int]], slots: np.ndarray
+    ) -> list[list[int]]:
+        """Return the drafts to verify; while they are recorded, none."""
+        if self.recorder is None:
+            return drafts
+        self.recorder.add(batch.req_ids, emitted, drafts, self.policy.confidences_of(slots))
+        return [[] for _ in drafts]
 
     @staticmethod
     def _produced_bonus(request_ids: list[str], scheduler_output: Any, emitted: list[list[int]]) -> torch.Tensor:
@@ -209,10 +222,9 @@ class EarlyExitProposer:
         """Count the round the target just verified and return its requests; prompt chunks and first tokens are none."""
         verified, accepted, rows, judged = [], [], [], []
         scheduled = scheduler_output.scheduled_spec_decode_tokens
-        num_prompt_tokens = batch.num_prompt_tokens
-        for row, request_id in enumerate(batch.req_ids):
-            tokens = emitted[row]
-            if not tokens or num_tokens[row] - len(tokens) <= num_prompt_tokens[row]:
+        num_outputs = (num_tokens - batch.num_prompt_tokens[: len(slots)]).tolist()
+        for row, (request_id, tokens) in enumerate(zip(batch.req_ids, emitted, strict=True)):
+            if not tokens or num_outputs[row] <= len(tokens):
                 continue
             # vLLM marks placeholders, and drafts a grammar cut, with -1: the target did not judge those.
             draft = [token for token in scheduled.get(request_id, ()) if token >= 0]
@@ -223,7 +235,7 @@ class EarlyExitProposer:
             if self.round_trace is not None:
                 judged.append(Judged(request_id, draft, tokens))
         if rows:
-            decoding = slots[rows]
+            decoding = slots if len(rows) == len(slots) else slots[rows]
             if self.round_trace is not None:
                 self.round_trace.add(judged, decoding, self.policy, self._round_ended, *self._draft_times)
             shares = self._requests.shares[decoding]

@@ -13,6 +13,7 @@ from vllm_eesd.host.compat import (
     MinPLogitsProcessor,
     MinTokensLogitsProcessor,
     SamplerOutput,
+    SpecDecodeMetadata,
 )
 from vllm_eesd.host.draft_sampling import DraftSampling
 from vllm_eesd.kernels.reference import rejection
@@ -23,6 +24,8 @@ PROCESSOR_STATE = {
     MinPLogitsProcessor: "min_p_count",
     MinTokensLogitsProcessor: "min_toks",
 }
+
+_NONE = torch.zeros(1, dtype=torch.int32)
 
 
 def sample(
@@ -66,6 +69,25 @@ def sample(
         input_token_ids[metadata.target_logits_indices + 1] = metadata.draft_token_ids
         sampled = _rejection(logits, input_token_ids, metadata, sampling, draft_logits)
     return SamplerOutput(sampled_token_ids=sampled, logprobs_tensors=None)
+
+
+def nothing_to_verify(cu_num_scheduled_tokens: np.ndarray) -> SpecDecodeMetadata:
+    """Return the metadata of a step without drafts: every request is sampled at its last token, as in a plain step.
+
+    Args:
+        cu_num_scheduled_tokens: [num_reqs] int32, tokens of the requests up to and with each.
+    """
+    num_reqs = len(cu_num_scheduled_tokens)
+    counted = torch.arange(num_reqs + 1, dtype=torch.int32)
+    return SpecDecodeMetadata(
+        draft_token_ids=_NONE[:0],
+        num_draft_tokens=[0] * num_reqs,
+        cu_num_draft_tokens=_NONE.expand(num_reqs),
+        cu_num_sampled_tokens=counted[1:],
+        target_logits_indices=_NONE[:0],
+        bonus_logits_indices=counted[:-1],
+        logits_indices=torch.from_numpy(cu_num_scheduled_tokens - 1),
+    )
 
 
 def only_temperature(sampling: Any) -> bool:

@@ -29,6 +29,8 @@ class Dispatch(DraftLengthPolicy):
         self.posterior, self.costs, self.calibration = first.posterior, first.costs, first.calibration
         self._names = [default]
         self._choice = np.zeros(first.posterior.max_num_reqs, dtype=np.int64)
+        #: The policy of every row of the round that began last, None if they differ.
+        self._only: DraftLengthPolicy | None = None
 
     @property
     def needs_confidence(self) -> bool:
@@ -44,6 +46,7 @@ class Dispatch(DraftLengthPolicy):
             if name is not None and name not in self._policies:
                 self._policies[name] = self._build(name)
                 self._names.append(name)
+        self._only = None
         self._choice[slots] = [0 if name is None else self._names.index(name) for name in names]
 
     def reset(self, slots: np.ndarray, keys: Sequence[str] | None = None) -> None:
@@ -51,10 +54,16 @@ class Dispatch(DraftLengthPolicy):
             policy.reset(slots[rows], None if keys is None else [keys[row] for row in rows])
 
     def begin_round(self, slots: np.ndarray, limits: np.ndarray) -> None:
+        self._only = self._policy_of_all(slots)
+        if self._only is not None:
+            self._only.begin_round(slots, limits)
+            return
         for policy, rows in self._split(slots):
             policy.begin_round(slots[rows], limits[rows])
 
     def draft_more(self, slots: np.ndarray, num_drafted: int, confidence: np.ndarray | None) -> np.ndarray:
+        if self._only is not None:
+            return self._only.draft_more(slots, num_drafted, confidence)
         going_on = np.zeros(len(slots), dtype=bool)
         for policy, rows in self._split(slots):
             going_on[rows] = policy.draft_more(
@@ -65,6 +74,10 @@ class Dispatch(DraftLengthPolicy):
     def observe(
         self, slots: np.ndarray, num_verified: np.ndarray, num_accepted: np.ndarray, shares: np.ndarray | None = None
     ) -> None:
+        only = self._policy_of_all(slots)
+        if only is not None:
+            only.observe(slots, num_verified, num_accepted, shares)
+            return
         for policy, rows in self._split(slots):
             policy.observe(
                 slots[rows], num_verified[rows], num_accepted[rows], None if shares is None else shares[rows]
@@ -94,9 +107,17 @@ class Dispatch(DraftLengthPolicy):
     def save_state(self) -> None:
         self._policies[self._names[0]].save_state()
 
+    def _policy_of_all(self, slots: np.ndarray) -> DraftLengthPolicy | None:
+        """The policy that all these rows use, if there is one: the usual case, in which nothing need be split."""
+        first = 0
+        if len(self._names) > 1 and len(slots):
+            choice = self._choice[slots]
+            first = choice[0]
+            if (choice != first).any():
+                return None
+        return self._policies[self._names[first]]
+
     def _split(self, slots: np.ndarray) -> list[tuple[DraftLengthPolicy, np.ndarray]]:
         """(policy, row numbers) of every policy that has rows."""
-        if len(self._names) == 1:
-            return [(self._policies[self._names[0]], np.arange(len(slots)))]
         choice = self._choice[slots]
         return [(self._policies[self._names[i]], np.flatnonzero(choice == i)) for i in np.unique(choice)]
