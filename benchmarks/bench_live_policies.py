@@ -4,6 +4,7 @@
 
 Two engines run side by side: plain vLLM, and EESD, where each request names its own policy (`eesd_policy`,
 `eesd_max_draft_tokens`; `off` is `eesd_enabled: false`). Methods take turns within a round; ratios are paired by round.
+A request that ends makes room for the next, so that a batch stays full: a run's last requests are not what is measured.
 Random tokens are sampled at a temperature at which nothing can be predicted: drafting never pays there.
 """
 
@@ -35,13 +36,13 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("--workloads", default=",".join(WORKLOADS))
     parser.add_argument("--batches", default="1,8")
-    parser.add_argument("--prompts", type=int, default=4, help="per workload, at least a batch")
+    parser.add_argument("--prompts", type=int, default=4, help="per workload; at least three batches are used")
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     settings, batches = EngineSettings(args.model), [int(batch) for batch in args.batches.split(",")]
-    count = max(args.prompts, *batches)
+    count = max(args.prompts, *(used_prompts(args.prompts, batch) for batch in batches))
     prompts = {}
     for name in args.workloads.split(","):
         texts = read_prompts(PROMPTS / f"{name}.jsonl")[:count]
@@ -53,7 +54,7 @@ def main() -> None:
     rows = []
     for name, encoded in prompts.items():
         for batch in batches:
-            used = encoded[: max(args.prompts, batch)]
+            used = [encoded[i % len(encoded)] for i in range(used_prompts(args.prompts, batch))]
             times = measure(engines, used, batch, args.max_tokens, WORKLOADS[name], args.rounds)
             rows += summarise(name, batch, times)
             print_rows(rows[-len(METHODS) :])
@@ -62,6 +63,11 @@ def main() -> None:
     if args.json:
         shared = {"model": args.model, "max_tokens": args.max_tokens, "rounds": args.rounds} | provenance()
         args.json.write_text(json.dumps([row | shared for row in rows], indent=1) + "\n")
+
+
+def used_prompts(prompts: int, batch: int) -> int:
+    """Three batches of them, so that most steps run a full batch, whichever request ends first."""
+    return max(prompts, 3 * batch)
 
 
 def measure(
@@ -88,16 +94,27 @@ def measure(
 def generate(
     llm: Any, prompts: list[list[int]], batch: int, max_tokens: int, temperature: float, options: Any
 ) -> list[list[int]]:
-    from vllm import SamplingParams, TokensPrompt
+    """Return what is generated with `batch` requests running at a time: one that ends makes room for the next."""
+    from vllm import SamplingParams
+    from vllm.inputs import tokens_input
+    from vllm.sampling_params import RequestOutputKind
 
     params = SamplingParams(
-        temperature=temperature, max_tokens=max_tokens, ignore_eos=True, detokenize=False, extra_args=options
+        temperature=temperature,
+        max_tokens=max_tokens,
+        ignore_eos=True,
+        detokenize=False,
+        extra_args=options,
+        output_kind=RequestOutputKind.FINAL_ONLY,
     )
-    outputs = []
-    for first in range(0, len(prompts), batch):
-        inputs = [TokensPrompt(prompt_token_ids=tokens) for tokens in prompts[first : first + batch]]
-        outputs += llm.generate(inputs, params, use_tqdm=False)
-    return [list(output.outputs[0].token_ids) for output in outputs]
+    engine, outputs, begun = llm.llm_engine, {}, 0
+    while len(outputs) < len(prompts):
+        while begun < len(prompts) and begun - len(outputs) < batch:
+            engine.add_request(str(begun), tokens_input(prompts[begun]), params)
+            begun += 1
+        for output in engine.step():
+            outputs[int(output.request_id)] = list(output.outputs[0].token_ids)
+    return [outputs[number] for number in range(len(prompts))]
 
 
 def summarise(workload: str, batch: int, times: dict[str, list[float]]) -> list[dict[str, Any]]:

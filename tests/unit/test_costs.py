@@ -153,3 +153,31 @@ def test_a_profile_says_what_a_plain_step_takes_while_only_drafted_ones_were_tim
     for _ in range(5):
         costs.observe_verify(1, 9, 14.0)
     assert costs.verify_curve(1, 8)[0] == pytest.approx(12.0)
+
+
+def observed(truth, noise, seed=0, sizes=range(10, 60, 5)):
+    """A cost model that saw steps of one batch size at these true times, with noise, and its error in tokens' worth."""
+    costs, generator = CostModel(), np.random.default_rng(seed)
+    for _ in range(15):
+        for size in sizes:
+            costs.observe_verify(8, 8 + size, truth(size) * float(np.exp(noise * generator.standard_normal())))
+    return np.array([costs.verify_curve(8, 60)[size] - costs.round_ms(8) for size in sizes])
+
+
+def test_what_a_token_more_costs_is_not_left_to_noise(monkeypatch):
+    """Differences of neighbouring medians are mostly noise; leaning on a line halves their error or better."""
+
+    def error():
+        found = [np.diff(observed(lambda size: 10 + 0.15 * size, 0.2, seed)) for seed in range(20)]
+        return float(np.sqrt(np.mean((np.array(found) - 0.75) ** 2)))
+
+    leaning = error()
+    monkeypatch.setattr("vllm_eesd.policy.costs.MIN_LINE", 1000)
+    assert leaning < 0.5 * error()
+
+
+def test_a_staircase_seen_clearly_stays():
+    staircase = lambda size: 10.0 if size < 32 else 16.0  # noqa: E731
+    sizes = range(10, 60, 10)  # each in a cell of its own
+    curve = observed(staircase, 0.01, sizes=sizes)
+    assert curve == pytest.approx([staircase(size) for size in sizes], rel=0.03)
