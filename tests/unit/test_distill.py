@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from argparse import Namespace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from vllm_eesd.distill import losses
 from vllm_eesd.distill.data import TokenData, read_sources, spaced_windows
-from vllm_eesd.distill.generate import continue_windows, generated_windows
+from vllm_eesd.distill.generate import continue_windows, own_text_in
 from vllm_eesd.distill.metrics import evaluate
 from vllm_eesd.distill.model import Target, block_mask, load_target, new_head
 from vllm_eesd.distill.run import run
@@ -300,14 +301,20 @@ def test_generated_windows_are_made_once(model_dir, text, tmp_path, monkeypatch)
 
     monkeypatch.setattr(generate, "BATCH", 4)
     target, sources = make_target(model_dir), read_sources([text], None, VOCAB)
-    whole = np.array(generated_windows(target, sources, tmp_path, 10, SEQ_LEN, 1.0, seed=0))
+
+    def make(temperature=1.0, generator="transformers", continue_batch=partial(continue_windows, target)):
+        own = own_text_in(tmp_path, target, 10, SEQ_LEN, temperature, seed=0)
+        own.make(sources, generator, continue_batch)
+        return np.array(own.windows())
+
+    whole = make()
     assert whole.shape == (10, SEQ_LEN) and whole.max() < VOCAB
     path = tmp_path / "generated.bin"
     path.write_bytes(path.read_bytes()[: 5 * SEQ_LEN * 2])  # killed within the second batch
-    assert np.array_equal(generated_windows(target, sources, tmp_path, 10, SEQ_LEN, 1.0, seed=0), whole)
-    monkeypatch.setattr(generate, "continue_windows", None)
-    assert np.array_equal(generated_windows(target, sources, tmp_path, 10, SEQ_LEN, 1.0, seed=0), whole)
-    refused(lambda: generated_windows(target, sources, tmp_path, 10, SEQ_LEN, 0.5, seed=0), "generated.bin", "remove")
+    assert np.array_equal(make(), whole)
+    assert np.array_equal(make(continue_batch=None), whole)
+    refused(lambda: make(temperature=0.5), "generated.bin", "remove")
+    refused(lambda: make(generator="vllm"), "generated.bin", "remove")
     batch = TokenData(sources, whole).batch_at(3, 8, SEQ_LEN, seed=0)
     own = {tuple(row) for row in whole.tolist()}
     assert [tuple(row) in own for row in batch.tolist()] == [False] * 4 + [True] * 4
