@@ -160,7 +160,7 @@ def _add_distill(commands) -> None:
         nargs="+",
         required=True,
         metavar="FILE",
-        help="text, .py, .jsonl with a `text` a line, or .bin token ids",
+        help="text, .py, .jsonl with a `text` a line, .bin token ids; or a directory or Hub data set of text",
     )
     distill.add_argument("--held-out", nargs="+", metavar="FILE", help="to measure on; default: windows of --data")
     distill.add_argument(

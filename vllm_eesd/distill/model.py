@@ -221,7 +221,7 @@ def load_target(name_or_path: str, exit_layer: int | None, device: str) -> Targe
     Args:
         exit_layer: None takes a sixth of the layers.
     Raises:
-        ValueError: no such model, an unsupported kind of it, or exit_layer out of range.
+        ValueError: no such model, an unsupported kind of it, pickled weights, or exit_layer out of range.
     """
     config = read_config(name_or_path)
     num_layers = config.num_hidden_layers
@@ -231,9 +231,14 @@ def load_target(name_or_path: str, exit_layer: int | None, device: str) -> Targe
             f"exit_layer is {exit_layer}, must be 1 to {num_layers - 1}: the target has {num_layers} layers"
         )
     # sdpa without a mask is causal, which is what Target.forward relies on.
-    model = AutoModelForCausalLM.from_pretrained(
-        name_or_path, dtype=torch.float32, attn_implementation="sdpa", **decompression(name_or_path, config)
-    )
+    options = {"attn_implementation": "sdpa", "use_safetensors": True} | decompression(name_or_path, config)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(name_or_path, dtype=torch.float32, **options)
+    except OSError as error:
+        reason = " ".join(str(error).split())[:160]
+        raise ValueError(
+            f"model: {name_or_path!r} has no safetensors that can be read; pickled weights are never loaded ({reason})"
+        ) from None
     fold_logits_scaling(model)
     return Target(model.to(device), exit_layer)
 

@@ -32,7 +32,7 @@ from vllm_eesd.distill.sharding import shard_layers
 from vllm_eesd.distill.tensorboard import open_tensorboard
 from vllm_eesd.distill.text import check_seq_len, measuring_windows, read_text
 from vllm_eesd.distill.train import TrainConfig, train
-from vllm_eesd.distill.vocabulary import draft_token_ids, end_tokens, most_frequent, restrict, token_shares
+from vllm_eesd.distill.vocabulary import check_size, draft_token_ids, end_tokens, most_frequent, restrict, token_shares
 from vllm_eesd.exit_head.checkpoint import Prior, one_line, write_head
 
 # Windows measured on; 64 x 512 tokens give the agreement to about 0.3 percentage points.
@@ -59,23 +59,32 @@ def run(args: argparse.Namespace) -> int:
         processes.check_batch(config.batch, config.accumulate)
         if processes.is_first:
             _check_output(Path(args.output), args.model)
+            check_writable(args.output, 0, "output")
             open_tensorboard(getattr(args, "tensorboard", None)).close()
         exit_layer = processes.agree(_exit_layer(args) if processes.is_first else 0)
         target = load_target(args.model, exit_layer, "cpu")
+        if config.draft_vocab is not None:
+            check_size(config.draft_vocab, target.config.vocab_size)
+        head = new_head(target, config.init, config.head_type)
         if processes.is_first:
-            _check_room(args, target)
+            _check_room(args, head, config.seq_len)
         with tempfile.TemporaryDirectory(prefix="eesd-distill-") as temporary:
             work = Path(processes.agree(args.work or temporary))
             work.mkdir(parents=True, exist_ok=True)
-            _distill(args, target, config, work, device, processes)
+            _distill(args, target, head, config, work, device, processes)
     return 0
 
 
 def _distill(
-    args: argparse.Namespace, target: Target, config: TrainConfig, work: Path, device: str, processes: Processes
+    args: argparse.Namespace,
+    target: Target,
+    head: nn.Module,
+    config: TrainConfig,
+    work: Path,
+    device: str,
+    processes: Processes,
 ) -> None:
     text, held_out_text = _read_text(args, target, config.seq_len)
-    head = new_head(target, config.init, config.head_type)
     own = _own_text(args, target, work, config)
     # Before the target takes its place: two of them would have to fit there.
     through_vllm = own is not None and processes.agree(processes.is_first and _through_vllm(args, text, own))
@@ -99,10 +108,12 @@ def _distill(
     processes.wait()
 
 
-def _place(target: Target, head: torch.nn.Module, device: str, processes: Processes) -> None:
+def _place(target: Target, head: nn.Module, device: str, processes: Processes) -> None:
     """Move the target, or this process's share of it, and the head to where they are run."""
     if processes.sharded:
-        shard_layers(target, device)
+        held, whole = shard_layers(target, device)
+        if processes.is_first:
+            print(f"{processes.count} processes share the target: {held} of {whole} parameters each", flush=True)
     target.to(device)
     head.to(device)
 
@@ -151,14 +162,14 @@ def _exit_layer(args: argparse.Namespace) -> int:
     return exit_layer
 
 
-def _check_room(args: argparse.Namespace, target: Target) -> None:
-    """Refuse, before training, an output that could not be written: the head and, in `work`, its training state."""
-    layer = target.model.model.layers[target.exit_layer]
-    head_bytes = sum(parameter.numel() for parameter in layer.parameters()) * 4
+def _check_room(args: argparse.Namespace, head: nn.Module, seq_len: int) -> None:
+    """Refuse, before training, an output that could not be written: the head and, in `work`, what training keeps."""
+    head_bytes = sum(tensor.numel() * tensor.itemsize for tensor in head.state_dict().values())
     check_writable(args.output, head_bytes, "output")
     if args.work:
+        own_bytes = (getattr(args, "self_generate", None) or 0) * seq_len * 4
         # Parameters and up to two moments, and the old file until the new one is whole.
-        check_writable(args.work, 6 * head_bytes, "work")
+        check_writable(args.work, 6 * head_bytes + own_bytes, "work")
     if args.json:
         check_writable(Path(args.json).parent, 1 << 20, "json")
 

@@ -7,6 +7,7 @@ input, or fails to write, and ends.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -48,7 +49,7 @@ class VllmSampler:
         environment = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
         self._log = tempfile.TemporaryFile(prefix="eesd-vllm-")
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", __name__, model, str(seq_len)],
+            command(model, seq_len),
             env=ENVIRONMENT | environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -68,17 +69,17 @@ class VllmSampler:
             ValueError: the engine failed.
         """
         job = {"prompts": prompts.tolist(), "temperatures": temperatures.tolist(), "seed": seed, "seq_len": seq_len}
-        try:
+        with contextlib.suppress(BrokenPipeError):  # then what it said last is the reason
             print(json.dumps(job), file=self._process.stdin, flush=True)
-        except BrokenPipeError:
-            pass  # what it said last is the reason
         return torch.tensor(self._read()["windows"], dtype=torch.int64)
 
     def close(self) -> None:
         """End the process."""
         self._process.kill()
-        self._process.communicate()
-        self._log.close()
+        self._process.wait()
+        for stream in (self._process.stdin, self._process.stdout, self._log):
+            with contextlib.suppress(BrokenPipeError):  # what it did not read any more
+                stream.close()
 
     def __enter__(self) -> Self:
         return self
@@ -98,6 +99,11 @@ class VllmSampler:
         self._log.seek(0)
         lines = self._log.read().decode(errors="replace").split("\n")
         return next((f"{line.strip():.200}" for line in reversed(lines) if line.strip()), "it said nothing")
+
+
+def command(model: str, seq_len: int) -> list[str]:
+    """Return what starts the child."""
+    return [sys.executable, "-P", "-m", __name__, model, str(seq_len)]
 
 
 def main(model: str, seq_len: int) -> int:

@@ -36,19 +36,29 @@ def most_frequent(shares: np.ndarray, size: int, always: list[int]) -> Tensor:
         shares: [vocab_size], of `token_shares`.
         always: ids kept however rare: the end of a text is one token a text, and ends every request.
     Raises:
-        ValueError: size is not below the vocabulary's.
+        ValueError: see `check_size`.
     """
-    if not len(always) <= size < len(shares):
-        raise ValueError(f"draft_vocab is {size}, must be 1 to {len(shares) - 1}: the target has {len(shares)} tokens")
+    check_size(size, len(shares))
     ranked = shares.copy()
     ranked[always] = np.inf
     return torch.from_numpy(np.sort(np.argsort(-ranked, kind="stable")[:size]))
 
 
+def check_size(size: int, vocab_size: int) -> None:
+    """Refuse a draft vocabulary that is none.
+
+    Raises:
+        ValueError: size is not below the target's vocabulary.
+    """
+    if not 1 <= size < vocab_size:
+        raise ValueError(f"draft_vocab is {size}, must be 1 to {vocab_size - 1}: the target has {vocab_size} tokens")
+
+
 def end_tokens(config: Any) -> list[int]:
     """Return the ids that end the target's text, as its config says."""
     ids = config.eos_token_id
-    return [ids] if isinstance(ids, int) else list(ids or ())
+    ids = [ids] if isinstance(ids, int) else list(ids or ())
+    return [token_id for token_id in ids if token_id < config.vocab_size]
 
 
 def restrict(head: nn.Module, token_ids: Tensor) -> None:
