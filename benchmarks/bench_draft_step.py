@@ -1,16 +1,17 @@
 """What a draft step costs with one head or another, against the target's own forward: their ratio, head by head.
 
-    python -P benchmarks/bench_draft_step.py models/eesd-code-10m build/a_head build/another_head
-    python -P benchmarks/bench_draft_step.py --random 32000 --draft-vocab 16000 8000 2000
+    python -P benchmarks/bench_draft_step.py --model MODEL --exit-layers 1 2 4 --head-types mlp transformer
+    python -P benchmarks/bench_draft_step.py --random 32000 --exit-layers 2 --draft-vocab 32000 16000 8000 2000
 
-The second form writes a random Llama with that vocabulary and heads that draft from all of it or from less. Each head
-is timed in an engine of its own, compiled, without attention: draft steps and forwards take turns, so that their ratio
+Heads are untrained, which changes no time. The second form writes a random Llama with that vocabulary. Each head is
+timed in an engine of its own, compiled, without attention: draft steps and forwards take turns, so that their ratio
 means something on a machine that does other work as well.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -38,58 +39,72 @@ RANDOM_SIZES = {
     "max_position_embeddings": 512,
     "tie_word_embeddings": False,
 }
-RANDOM_EXIT_LAYER = 2
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", nargs="?")
-    parser.add_argument("heads", nargs="*", type=Path)
-    parser.add_argument("--random", type=int, metavar="VOCAB", help="a random model instead, with this vocabulary")
-    parser.add_argument("--draft-vocab", type=int, nargs="+", default=[], metavar="V", help="of a random model's heads")
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--model")
+    source.add_argument("--random", type=int, metavar="VOCAB", help="a random model with this vocabulary")
+    parser.add_argument("--exit-layers", type=int, nargs="+", required=True, metavar="N")
+    parser.add_argument("--head-types", nargs="+", default=["transformer"])
+    parser.add_argument("--draft-vocab", type=int, nargs="+", default=[0], metavar="V", help="default: all of it")
     parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--json", type=Path, help="rows there that are not measured anew are kept")
+    parser.add_argument("--child", metavar="HEAD", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
-        print(json.dumps(time_steps(args.model, str(args.heads[0]), args.dtype)))
+        print(json.dumps(time_steps(args.model, args.child, args.dtype)))
         return 0
     with tempfile.TemporaryDirectory() as directory:
-        model, heads = args.model, args.heads
-        if args.random is not None:
-            model, heads = write_random(Path(directory), args.random, args.draft_vocab)
-        rows = [measure(model, head, args.dtype) for head in heads]
-    print(markdown(rows))
+        model = args.model or write_random(Path(directory), args.random)
+        wanted = itertools.product(args.exit_layers, args.head_types, args.draft_vocab)
+        rows = [measure(model, write_head_like(Path(directory), model, *one), args.dtype) for one in wanted]
     if args.json:
+        rows = merged(json.loads(args.json.read_text()) if args.json.exists() else [], rows)
         args.json.write_text(json.dumps(rows, indent=1) + "\n")
+    print(markdown(rows))
     return 0
 
 
-def write_random(directory: Path, vocab_size: int, draft_vocab_sizes: list[int]) -> tuple[str, list[Path]]:
-    """Write a random target and its heads, one for the whole vocabulary and one per smaller size."""
+def write_random(directory: Path, vocab_size: int) -> str:
+    """Write a random target and return its directory."""
     from transformers import LlamaConfig, LlamaForCausalLM
-
-    from vllm_eesd.distill.model import head_config, load_target, new_head
-    from vllm_eesd.distill.vocabulary import restrict
-    from vllm_eesd.exit_head.checkpoint import Prior, write_head
 
     torch.manual_seed(0)
     model = str(directory / "target")
     LlamaForCausalLM(LlamaConfig(vocab_size=vocab_size, **RANDOM_SIZES)).save_pretrained(model)
-    target = load_target(model, RANDOM_EXIT_LAYER, "cpu")
-    heads = []
-    for size in (None, *draft_vocab_sizes):
-        head = new_head(target, "last", "transformer")
-        if size is not None:
-            restrict(head, torch.randperm(vocab_size)[:size].sort().values)
-        heads.append(directory / f"head_{size or vocab_size}")
-        write_head(heads[-1], head_config(target, model, "transformer", Prior(), size), head.state_dict())
-    return model, heads
+    return model
+
+
+def write_head_like(directory: Path, model: str, exit_layer: int, head_type: str, size: int) -> Path:
+    """Write an untrained head that drafts from `size` random tokens, 0 for all, and return its directory."""
+    from vllm_eesd.distill.model import head_config, load_target, new_head
+    from vllm_eesd.distill.vocabulary import restrict
+    from vllm_eesd.exit_head.checkpoint import Prior, write_head
+
+    target = load_target(model, exit_layer, "cpu")
+    head, vocab_size = new_head(target, "last", head_type), target.config.vocab_size
+    smaller = size if 0 < size < vocab_size else None
+    if smaller:
+        torch.manual_seed(0)
+        restrict(head, torch.randperm(vocab_size)[:size].sort().values)
+    path = directory / f"{exit_layer}-{head_type}-{size}"
+    write_head(path, head_config(target, model, head_type, Prior(), smaller), head.state_dict())
+    return path
+
+
+def merged(old: list[dict], new: list[dict]) -> list[dict]:
+    """Return the new rows and those of the old ones that no new one replaces, in order."""
+    fields = ("exit_layer", "head", "draft_vocab_size", "dtype")
+    rows = {tuple(row[field] for field in fields): row for row in (*old, *new)}
+    return [rows[key] for key in sorted(rows)]
 
 
 def measure(model: str, head: Path, dtype: str) -> dict:
     config = json.loads((head / "config.json").read_text())
-    command = [sys.executable, "-P", __file__, model, str(head), "--dtype", dtype, "--child"]
+    command = [sys.executable, "-P", __file__, "--model", model, "--exit-layers", str(config["exit_layer"])]
+    command += ["--dtype", dtype, "--child", str(head)]
     environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     environment |= {"VLLM_LOGGING_LEVEL": "ERROR", "OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, env=environment | os.environ, text=True)

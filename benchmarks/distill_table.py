@@ -3,7 +3,8 @@
     python -P benchmarks/distill_table.py models/eesd-code-10m --exit-layers 2 --train train.bin --held-out held_out.bin
 
 Each run is kept under --work and not repeated; what the target writes itself is written once. Rows are ordered by
-tokens per round on the target's own greedy text.
+tokens per round on the target's own greedy text. With --json, rows of that file which are not measured anew stay; with
+--costs, rows of bench_draft_step.py, the table says what a draft step costs.
 """
 
 from __future__ import annotations
@@ -29,10 +30,11 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     chosen = itertools.product(args.exit_layers, args.losses, args.inits, args.head_types, args.sources)
     rows = [measure(args, *combination) for combination in chosen]
+    results = args.json or args.work / "distill_table.json"
+    rows = merged(json.loads(results.read_text()) if args.json and results.exists() else [], rows)
     rows.sort(key=lambda row: -row["greedy_tokens_per_round"])
-    table = markdown(rows)
-    (args.work / "distill_table.json").write_text(json.dumps(rows, indent=1) + "\n")
-    print(table)
+    results.write_text(json.dumps(rows, indent=1) + "\n")
+    print(markdown(rows, json.loads(args.costs.read_text()) if args.costs else None))
 
 
 def read_arguments() -> argparse.Namespace:
@@ -52,6 +54,8 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--work", type=Path, default=Path("build/distill_table"))
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--costs", type=Path)
     return parser.parse_args()
 
 
@@ -104,15 +108,27 @@ def distill_arguments(
     return argparse.Namespace(**given)
 
 
-def markdown(rows: list[dict]) -> str:
-    lines = [
-        "| N | head | loss | init | data | agreement (text) | overlap (text) | agreement (greedy) | tokens per round |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
+def merged(old: list[dict], new: list[dict]) -> list[dict]:
+    """Return the new rows and those of the old ones that no new one replaces."""
+    fields = ("exit_layer", "head", "loss", "init", "data")
+    return list({tuple(row[field] for field in fields): row for row in (*old, *new)}.values())
+
+
+def markdown(rows: list[dict], costs: list[dict] | None) -> str:
+    """Return the table; with costs, ordered by N and head, with a draft step's share of a forward."""
+    head = (
+        "| N | head | loss | init | data | agreement (text) | overlap (text) | agreement (greedy) | tokens per round |"
+    )
+    lines = [head, "|---|---|---|---|---|---|---|---|---|"]
+    if costs is not None:
+        shares = {(c["exit_layer"], c["head"]): c["draft_1_ms"] / c["forward_1_ms"] for c in costs}
+        lines = [f"{head} draft step / forward |", f"{lines[1]}---|"]
+        rows = sorted(rows, key=lambda row: (row["exit_layer"], row["head"]))
     for r in rows:
         named = f"| {r['exit_layer']} | {r['head']} | {r['loss']} | {r['init']} | {r['data']} | "
         measured = (r["text_agreement"], r["text_overlap"], r["greedy_agreement"])
-        lines.append(named + " | ".join(f"{m:.3f}" for m in measured) + f" | {r['greedy_tokens_per_round']:.2f} |")
+        line = named + " | ".join(f"{m:.3f}" for m in measured) + f" | {r['greedy_tokens_per_round']:.2f} |"
+        lines.append(line if costs is None else f"{line} {shares[r['exit_layer'], r['head']]:.3f} |")
     return "\n".join(lines)
 
 
