@@ -29,8 +29,10 @@ LAUNCHER_VARIABLES = (
     "MASTER_ADDR",
     "MASTER_PORT",
 )
-# What the engine runs in: no process behind the child, and, on a CPU, a KV cache that holds a batch of short windows.
-ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+# On a CPU: a KV cache that holds a batch of short windows, in GiB, unless somebody said otherwise.
+DEFAULTS = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+# The engine is in the child itself, so that it ends with it.
+FORCED = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 
 
 class VllmSampler:
@@ -50,7 +52,7 @@ class VllmSampler:
         self._log = tempfile.TemporaryFile(prefix="eesd-vllm-")
         self._process = subprocess.Popen(
             command(model, seq_len),
-            env=ENVIRONMENT | environment,
+            env=DEFAULTS | environment | FORCED,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
@@ -119,7 +121,8 @@ def main(model: str, seq_len: int) -> int:
 
         # Compiling takes minutes and a CPU wins little by it.
         eager = not torch.cuda.is_available()
-        llm = LLM(model, max_model_len=seq_len, skip_tokenizer_init=True, enforce_eager=eager, disable_log_stats=True)
+        options = {"enforce_eager": eager, "distributed_executor_backend": "uni", "disable_log_stats": True}
+        llm = LLM(model, max_model_len=seq_len, skip_tokenizer_init=True, **options)
         answer(ready=True)
         for line in sys.stdin:
             job = json.loads(line)

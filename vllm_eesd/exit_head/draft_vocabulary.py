@@ -32,9 +32,8 @@ def check_offsets(d2t: Tensor, vocab_size: int) -> None:
         ValueError: it does.
     """
     token_ids = token_ids_of(d2t)
+    lowest, highest = int(token_ids.min()), int(token_ids.max())
+    if lowest < 0 or highest >= vocab_size:
+        raise ValueError(f"{D2T_NAME}: maps to tokens {lowest} to {highest}, must be 0 to {vocab_size - 1}")
     if not (token_ids.diff() > 0).all():
         raise ValueError(f"{D2T_NAME}: the tokens it maps to must be in ascending order, each once")
-    if token_ids[0] < 0 or token_ids[-1] >= vocab_size:
-        raise ValueError(
-            f"{D2T_NAME}: maps to tokens {int(token_ids[0])} to {int(token_ids[-1])}, must be 0 to {vocab_size - 1}"
-        )
