@@ -26,7 +26,7 @@ from vllm_eesd.distill.generate import (
 from vllm_eesd.distill.metrics import evaluate
 from vllm_eesd.distill.model import Target, head_config, load_target, new_head, saved_dtype
 from vllm_eesd.distill.probe import best_exit_layer, probe
-from vllm_eesd.distill.processes import Processes, launched_processes
+from vllm_eesd.distill.processes import ALONE, Processes, launched_processes
 from vllm_eesd.distill.report import check_writable, serve_command, write_json
 from vllm_eesd.distill.sharding import shard_layers
 from vllm_eesd.distill.tensorboard import open_tensorboard
@@ -90,7 +90,8 @@ def _distill(
     through_vllm = own is not None and processes.agree(processes.is_first and _through_vllm(args, text, own))
     _place(target, head, device, processes)
     if own is not None and processes.runs_target and not through_vllm:
-        own.make(text, "transformers", partial(continue_windows, target), processes)
+        together = processes if processes.sharded else ALONE
+        own.make(text, "transformers", partial(continue_windows, target), together)
     processes.wait()
     data = TokenData(text, None if own is None else own.windows())
     if config.draft_vocab is not None:
