@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -120,17 +121,29 @@ class OwnText:
         """Return the windows, [count, seq_len], mapped from the file."""
         return np.memmap(self.path, dtype=self.dtype, mode="r").reshape(-1, self.seq_len)[: self.count]
 
-    def _begin(self, generator: str) -> None:
+    def check(self, generator: str) -> None:
+        """Refuse to go on with windows that were made otherwise.
+
+        Raises:
+            ValueError: `work` holds such.
+        """
+        if self.described.exists():
+            found = {"generator": "transformers"} | json.loads(self.described.read_text())
+            if found != self._settings(generator):
+                raise ValueError(
+                    f"work: {self.path} was made with another target or other settings; remove it and "
+                    f"{self.described.name}"
+                )
+
+    def _settings(self, generator: str) -> dict[str, Any]:
         settings = {"seq_len": self.seq_len, "temperature": self.temperature, "seed": self.seed}
-        settings |= {"weights": self.fingerprint, "generator": generator}
+        return settings | {"weights": self.fingerprint, "generator": generator}
+
+    def _begin(self, generator: str) -> None:
+        self.check(generator)
         if not self.described.exists():
             self.path.unlink(missing_ok=True)
-            write_json(self.described, settings)
-        found = json.loads(self.described.read_text())
-        if {"generator": "transformers"} | found != settings:
-            raise ValueError(
-                f"work: {self.path} was made with another target or other settings; remove it and {self.described.name}"
-            )
+            write_json(self.described, self._settings(generator))
         self.path.touch()
 
     @property
@@ -170,10 +183,11 @@ def sampled_through_vllm(wanted: str, model: str, text: list[Tokens], own: OwnTe
         wanted: "vllm", "transformers", or "auto": vLLM where it can serve the target. Windows begun by one are not
             finished by the other.
     Raises:
-        ValueError: vLLM is wanted, or has begun, and cannot.
+        ValueError: vLLM is wanted, or has begun, and cannot; or windows were made with other settings.
     """
     if wanted == "transformers" or wanted == "auto" and own.generator == "transformers":
         return False
+    own.check("vllm")
     if own.is_complete and own.generator == "vllm":
         return True
     try:
