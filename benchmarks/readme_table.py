@@ -1,7 +1,7 @@
 """Write the README's figures from benchmarks/results: nothing there is typed by hand.
 
-python benchmarks/measure_all.py --only held_out_code
-python benchmarks/readme_table.py
+    python benchmarks/measure_all.py --only held_out_code
+    python benchmarks/readme_table.py
 """
 
 import json

@@ -61,7 +61,8 @@ def _rows(lm_head: nn.Module, token_ids: torch.Tensor) -> torch.Tensor:
     """Return these rows of an LM head whose rows are spread over the ranks, [draft_vocab_size, hidden_size]."""
     first, behind = lm_head.shard_indices.org_vocab_start_index, lm_head.shard_indices.org_vocab_end_index
     here = (token_ids >= first) & (token_ids < behind)
-    rows = lm_head.weight.new_zeros(len(token_ids), lm_head.embedding_dim)
-    rows[here] = lm_head.weight[token_ids[here] - first]
+    weight = lm_head.weight.data
+    rows = weight.new_zeros(len(token_ids), lm_head.embedding_dim)
+    rows[here] = weight[token_ids[here] - first]
     # Every row is on one rank and zero on the others, so the sum is exact.
     return get_tp_group().all_reduce(rows) if get_tp_group().world_size > 1 else rows
