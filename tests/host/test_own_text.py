@@ -14,8 +14,8 @@ from vllm_eesd.distill.model import load_target
 from vllm_eesd.distill.run import run
 
 VOCAB, SEQ_LEN, BATCH = 512, 24, 4
-# A greedy token may differ where the target's two best logits are closer than two float32 implementations come.
-NEAR_TIE = 1e-3
+# vLLM serves this float32 checkpoint in bfloat16, as it would to users: 8 bits of logits of about 10, through 8 layers.
+NEAR_TIE = 0.4
 
 
 def make_args(target, text, directory, **changes):
