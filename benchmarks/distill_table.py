@@ -3,7 +3,8 @@
     python -P benchmarks/distill_table.py models/eesd-code-10m --exit-layers 2 --train train.bin --held-out held_out.bin
 
 Each run is kept under --work and not repeated; what the target writes itself is written once. Rows are ordered by
-tokens per round on the target's own greedy text.
+tokens per round on the target's own greedy text. With --json, rows of that file which are not measured anew stay. With
+--costs the table is ordered by N and says what a draft step costs: the weights it reads, as a share of a forward's.
 """
 
 from __future__ import annotations
@@ -11,13 +12,18 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import shutil
 from pathlib import Path
 
 import torch
 
+from vllm_eesd.distill.loading import read_config
 from vllm_eesd.distill.losses import LOSS_NAMES
+from vllm_eesd.distill.model import layer_config, target_verifier
 from vllm_eesd.distill.run import run
+from vllm_eesd.exit_head.checkpoint import ExitHeadConfig
+from vllm_eesd.exit_head.shapes import expected_shapes
 
 INITS = ("last", "exit")
 # Name -> share of windows the target writes itself, as --self-generate takes it: none, or half of each batch.
@@ -29,10 +35,11 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     chosen = itertools.product(args.exit_layers, args.losses, args.inits, args.head_types, args.sources)
     rows = [measure(args, *combination) for combination in chosen]
+    results = args.json or args.work / "distill_table.json"
+    rows = merged(json.loads(results.read_text()) if args.json and results.exists() else [], rows)
     rows.sort(key=lambda row: -row["greedy_tokens_per_round"])
-    table = markdown(rows)
-    (args.work / "distill_table.json").write_text(json.dumps(rows, indent=1) + "\n")
-    print(table)
+    results.write_text(json.dumps(rows, indent=1) + "\n")
+    print(markdown(rows, args.model if args.costs else None))
 
 
 def read_arguments() -> argparse.Namespace:
@@ -52,6 +59,8 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--work", type=Path, default=Path("build/distill_table"))
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--costs", action="store_true")
     return parser.parse_args()
 
 
@@ -104,16 +113,44 @@ def distill_arguments(
     return argparse.Namespace(**given)
 
 
-def markdown(rows: list[dict]) -> str:
-    lines = [
-        "| N | head | loss | init | data | agreement (text) | overlap (text) | agreement (greedy) | tokens per round |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
+def merged(old: list[dict], new: list[dict]) -> list[dict]:
+    """Return the new rows and those of the old ones that no new one replaces."""
+    fields = ("exit_layer", "head", "loss", "init", "data")
+    return list({tuple(row[field] for field in fields): row for row in (*old, *new)}.values())
+
+
+def markdown(rows: list[dict], model: str | None) -> str:
+    """Return the table; with a model, ordered by N and head, with the share of its weights that a draft step reads."""
+    head = (
+        "| N | head | loss | init | data | agreement (text) | overlap (text) | agreement (greedy) | tokens per round |"
+    )
+    lines = [head, "|---|---|---|---|---|---|---|---|---|"]
+    if model is not None:
+        lines = [f"{head} draft step / forward |", f"{lines[1]}---|"]
+        rows = sorted(rows, key=lambda row: (row["exit_layer"], row["head"]))
     for r in rows:
         named = f"| {r['exit_layer']} | {r['head']} | {r['loss']} | {r['init']} | {r['data']} | "
         measured = (r["text_agreement"], r["text_overlap"], r["greedy_agreement"])
-        lines.append(named + " | ".join(f"{m:.3f}" for m in measured) + f" | {r['greedy_tokens_per_round']:.2f} |")
+        line = named + " | ".join(f"{m:.3f}" for m in measured) + f" | {r['greedy_tokens_per_round']:.2f} |"
+        lines.append(line if model is None else f"{line} {draft_share(model, r['exit_layer'], r['head']):.3f} |")
     return "\n".join(lines)
+
+
+def draft_share(model: str, exit_layer: int, head_type: str) -> float:
+    """Return the weights of a draft step over those of a forward; what deep context adds is not run in a step."""
+    target = read_config(model)
+
+    def size(head_type: str) -> int:
+        head = ExitHeadConfig(
+            exit_layer=exit_layer,
+            head_type=head_type,
+            verifier=target_verifier(target, model),
+            transformer_layer_config=layer_config(target),
+        )
+        return sum(math.prod(shape) for name, shape in expected_shapes(head).items() if not name.startswith("deep."))
+
+    layer, lm_head = size("transformer"), target.vocab_size * target.hidden_size
+    return (exit_layer * layer + size(head_type) + lm_head) / (target.num_hidden_layers * layer + lm_head)
 
 
 if __name__ == "__main__":

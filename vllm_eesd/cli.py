@@ -160,13 +160,19 @@ def _add_distill(commands) -> None:
         nargs="+",
         required=True,
         metavar="FILE",
-        help="text, .py, .jsonl with a `text` a line, or .bin token ids",
+        help="text, .py, .jsonl with a `text` a line, .bin token ids; or a directory or Hub data set of text",
     )
     distill.add_argument("--held-out", nargs="+", metavar="FILE", help="to measure on; default: windows of --data")
     distill.add_argument(
         "--self-generate", type=_positive, metavar="W", help="also train on W windows the target wrote"
     )
     distill.add_argument("--temperature", type=float, default=1.0, help="of what the target writes (default 1.0)")
+    distill.add_argument(
+        "--generator",
+        choices=["auto", "vllm", "transformers"],
+        default="auto",
+        help="what runs the target while it writes (default auto: vLLM where it can)",
+    )
     distill.add_argument("-o", "--output", required=True, metavar="HEAD", help="directory to write the head to")
     distill.add_argument("--steps", type=_positive, default=1000, metavar="S", help="optimizer steps (default 1000)")
     distill.add_argument("--minutes", type=_positive_real, metavar="T", help="stop after this long, if earlier")
@@ -195,10 +201,16 @@ def _add_distill(commands) -> None:
         help="(default deep_context)",
     )
     distill.add_argument(
+        "--draft-vocab", type=_thousands, metavar="V", help="draft from the V (32k: 32000) most frequent tokens only"
+    )
+    distill.add_argument(
         "--accumulate", type=_positive, default=1, metavar="A", help="parts a step is computed in, to save memory"
     )
     distill.add_argument("--seed", type=int, default=0, help="of the data order (default 0)")
     distill.add_argument("--compile", action="store_true", help="compile the training step")
+    distill.add_argument(
+        "--shard-target", action="store_true", help="launched processes share one copy of the target (FSDP)"
+    )
     distill.add_argument(
         "--measure-every", type=_positive, default=100, metavar="S", help="measure on held-out text (default 100 steps)"
     )
@@ -337,6 +349,10 @@ def _positive(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not allowed, must be a whole number of at least 1")
     return number
+
+
+def _thousands(text: str) -> int:
+    return 1000 * _positive(text[:-1]) if text.endswith(("k", "K")) else _positive(text)
 
 
 def _exit_layer(text: str) -> int | str:

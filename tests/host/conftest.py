@@ -42,12 +42,17 @@ def random_target(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def cloned_head(tmp_path_factory):
-    """Return make(target_dir, exit_layer, layer): an exit head that is the target's own `layer` and final norm."""
+    """Return make(target_dir, exit_layer, layer): an exit head that is the target's own `layer` and final norm.
+
+    With `token_ids`, ascending, it drafts from these only.
+    """
+    import torch
     from safetensors.torch import load_file
 
     from vllm_eesd.exit_head.checkpoint import ExitHeadConfig, Verifier, write_head
+    from vllm_eesd.exit_head.draft_vocabulary import offsets_of
 
-    def make(target, exit_layer, layer):
+    def make(target, exit_layer, layer, token_ids=None):
         with open(f"{target}/config.json") as file:
             config = json.load(file)
         weights = load_file(f"{target}/model.safetensors")
@@ -61,8 +66,14 @@ def cloned_head(tmp_path_factory):
             num_hidden_layers=config["num_hidden_layers"],
             vocab_size=config["vocab_size"],
         )
+        if token_ids is not None:
+            tensors["d2t"] = offsets_of(torch.tensor(token_ids))
         head = ExitHeadConfig(
-            exit_layer=exit_layer, head_type="transformer", verifier=verifier, transformer_layer_config=config
+            exit_layer=exit_layer,
+            head_type="transformer",
+            verifier=verifier,
+            transformer_layer_config=config,
+            draft_vocab_size=None if token_ids is None else len(token_ids),
         )
         directory = tmp_path_factory.mktemp("heads") / f"clone_{exit_layer}_{layer}"
         write_head(directory, head, tensors)

@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from vllm_eesd.distill.vocabulary import draft_logits
+
 K = 4
 # A draft may differ where the training module's two best logits are closer than two float32 implementations come.
 NEAR_TIE = 1e-3
@@ -19,18 +21,23 @@ def prompts():
 
 @pytest.fixture(scope="module")
 def make_head(random_target, tmp_path_factory):
-    """Return make(head_type): (head directory, the same target and head as training modules)."""
+    """Return make(head_type, token_ids): (head directory, the same target and head as training modules)."""
     from vllm_eesd.distill.model import head_config, load_target, new_head
+    from vllm_eesd.distill.vocabulary import restrict
     from vllm_eesd.exit_head.checkpoint import Prior, write_head
 
-    def make(head_type):
+    def make(head_type, token_ids=None):
         target = load_target(random_target, 6, "cpu")
         head = new_head(target, "last", head_type).eval()
         torch.manual_seed(3)
         for parameter in head.deep.parameters() if head_type == "deep_context" else ():
             torch.nn.init.normal_(parameter, std=0.12)
+        if token_ids is not None:
+            restrict(head, token_ids)
         directory = tmp_path_factory.mktemp("heads") / head_type
-        write_head(directory, head_config(target, random_target, head_type, Prior()), head.state_dict())
+        draft_vocab_size = None if token_ids is None else len(token_ids)
+        config = head_config(target, random_target, head_type, Prior(), draft_vocab_size)
+        write_head(directory, config, head.state_dict())
         return str(directory), target, head
 
     return make
@@ -43,7 +50,7 @@ def drafted_logits(target, head, tokens, bonus_position, draft):
     exit_hidden, target_hidden, rotary = target(ids)
     positions = torch.arange(ids.shape[1])
     hidden = head(exit_hidden, target_hidden, rotary, positions.clamp(max=bonus_position))
-    return target.lm_head(hidden)[0, bonus_position:]
+    return draft_logits(target.lm_head, head, hidden)[0, bonus_position:]
 
 
 def count_mismatches(target, head, prompts, outputs, rounds):
@@ -90,6 +97,24 @@ def test_the_engine_drafts_what_training_computes(
     compared, mismatches = count_mismatches(target, head, prompts, outputs, rounds)
     assert compared > 500
     assert mismatches == 0
+
+
+@pytest.mark.feature("a draft vocabulary", "the same answers")
+def test_a_draft_vocabulary(engine, greedy, random_target, make_head, prompts):
+    """Drafts are the best within it, compiled; what comes out is the target's own, also beyond it."""
+    token_ids = torch.arange(512)[torch.arange(512) % 5 > 0]
+    directory, target, head = make_head("deep_context", token_ids)
+    outputs, rounds = run(engine, greedy, random_target, prompts, directory, enforce_eager=False)
+    drafted = {token for round_ in rounds for token in round_["draft"]}
+    assert drafted <= set(token_ids.tolist()) and not set(sum(outputs, ())) <= drafted
+    assert sum(round_["num_accepted"] for round_ in rounds) > 20
+    compared, mismatches = count_mismatches(target, head, prompts, outputs, rounds)
+    assert compared > 500 and mismatches == 0
+    with torch.no_grad():
+        for prompt, output in zip(prompts, outputs, strict=True):
+            logits = target.model(torch.tensor([[*prompt, *output]])).logits[0, len(prompt) - 1 : -1]
+            best, chosen = logits.max(-1).values, logits[range(len(output)), list(output)]
+            assert (best - chosen < NEAR_TIE).all()
 
 
 def test_parity_notices_a_fill_from_the_wrong_layer(engine, greedy, random_target, make_head, prompts, monkeypatch):

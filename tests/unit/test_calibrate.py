@@ -13,10 +13,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from vllm_eesd.distill.calibrate import Rounds, calibration_errors, count, draft_rounds, fit_prior, run
 from vllm_eesd.distill.generate import greedy_held_out
 from vllm_eesd.distill.model import head_config, load_head, load_target, new_head
+from vllm_eesd.distill.vocabulary import restrict
 from vllm_eesd.exit_head.checkpoint import ExitHeadConfig, Prior, write_head
 from vllm_eesd.policy import Calibration
 
 VOCAB, LAYERS, SEQ_LEN, DEPTH = 64, 4, 32, 8
+# Two tokens of three.
+PRUNED = torch.tensor([token_id for token_id in range(VOCAB) if token_id % 3 != 1])
 # Two float32 forward passes of different lengths.
 FLOAT32_TOLERANCE = 1e-5
 
@@ -54,15 +57,19 @@ def text(tmp_path):
     return tmp_path / "text.bin"
 
 
-@pytest.fixture(params=["headless", "mlp", "transformer", "deep_context"])
+@pytest.fixture(params=["headless", "mlp", "transformer", "deep_context", "mlp, pruned"])
 def head_dir(request, model_dir, tmp_path):
     """A head somewhat like the target's layers 2 and 3, so that some drafts are accepted."""
     target = load_target(str(model_dir), 3, "cpu")
-    head = new_head(target, "last", request.param)
+    head_type, *pruned = request.param.split(", ")
+    head = new_head(target, "last", head_type)
     torch.manual_seed(1)
     for parameter in head.parameters():
         parameter.data += 0.02 * torch.randn_like(parameter)
-    write_head(tmp_path / "head", head_config(target, str(model_dir), request.param, Prior()), head.state_dict())
+    if pruned:
+        restrict(head, PRUNED)
+    config = head_config(target, str(model_dir), head_type, Prior(), len(PRUNED) if pruned else None)
+    write_head(tmp_path / "head", config, head.state_dict())
     return tmp_path / "head"
 
 
@@ -74,8 +81,9 @@ def draft_token_by_token(target, head, prefix):
     for _ in range(DEPTH):
         exit_hidden, target_hidden, rotary = target(torch.tensor([tokens]))
         starts = torch.arange(len(tokens)).clamp(max=bonus)
-        q = target.lm_head(head(exit_hidden, target_hidden, rotary, starts))[0, -1].softmax(-1)
-        drafts.append(int(q.argmax()))
+        drafted_from = PRUNED if hasattr(head, "d2t") else torch.arange(VOCAB)
+        q = target.lm_head(head(exit_hidden, target_hidden, rotary, starts))[0, -1, drafted_from].softmax(-1)
+        drafts.append(int(drafted_from[q.argmax()]))
         confidences.append(float(q.max()))
         tokens.append(drafts[-1])
     return drafts, confidences

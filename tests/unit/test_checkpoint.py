@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from vllm_eesd.exit_head.checkpoint import ExitHeadConfig, Prior, Verifier, read_tensors, write_head
+from vllm_eesd.exit_head.draft_vocabulary import offsets_of, token_ids_of
 from vllm_eesd.exit_head.shapes import expected_shapes
 
 HIDDEN, LAYERS, VOCAB = 32, 6, 64
@@ -215,7 +216,10 @@ def test_config_is_no_heads(tmp_path, content, word):
         ({"transformer_layer_config": MOE_CONFIG | {"mlp_only_layers": [1]}}, ("mlp_only_layers", "[1]")),
         ({"transformer_layer_config": MOE_CONFIG | {"num_experts": None}}, ("num_experts", "None")),
         ({"head_type": "magic"}, ("head_type", "headless", "transformer")),
-        ({"draft_vocab_size": 32}, ("draft_vocab_size", "null")),
+        ({"draft_vocab_size": VOCAB}, ("draft_vocab_size is 64", "1 to 63", "null")),
+        ({"draft_vocab_size": 0}, ("draft_vocab_size is 0", "1 to 63")),
+        ({"draft_vocab_size": "32k"}, ("draft_vocab_size", "32k")),
+        ({"draft_vocab_size": 32, "head_type": "headless"}, ("draft_vocab_size is 32", "null", "headless")),
         ({"prior": {"alpha": 0, "beta": 1}}, ("prior.alpha", "above 0")),
         ({"prior": {"alpha": float("nan"), "beta": 1}}, ("prior.alpha", "finite")),
         ({"exit_layers": 2}, ("exit_layers",)),
@@ -300,3 +304,44 @@ def rewrite(head, change) -> None:
 def test_wrong_tensors(head, change, words):
     rewrite(head, change)
     refused(lambda: read_tensors(head), *words)
+
+
+PRUNED = torch.tensor([0, 3, 5, 6, 40, 63])
+
+
+@pytest.fixture(params=["transformer", "mlp"])
+def pruned_head(request, tmp_path):
+    config = make_config(head_type=request.param, draft_vocab_size=len(PRUNED))
+    write_head(tmp_path / "pruned", config, make_tensors(config) | {"d2t": offsets_of(PRUNED)})
+    return tmp_path / "pruned"
+
+
+def test_a_draft_vocabulary_is_kept_as_offsets(pruned_head):
+    """As EAGLE-3 and `speculators` keep theirs: target id = draft id + d2t[draft id]."""
+    assert ExitHeadConfig.load(pruned_head).draft_vocab_size == len(PRUNED)
+    d2t = read_tensors(pruned_head)["d2t"]
+    assert d2t.dtype == torch.int64 and d2t.tolist() == [0, 2, 3, 3, 36, 58]
+    assert torch.equal(token_ids_of(d2t), PRUNED)
+    rewrite(pruned_head, lambda t: t.update({"d2t": t["d2t"].int()}))
+    assert torch.equal(token_ids_of(read_tensors(pruned_head)["d2t"]), PRUNED)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda t: t.pop("d2t"), ("missing", "d2t")),
+        (lambda t: t.update({"d2t": t["d2t"].float()}), ("d2t", "F32", "I64")),
+        (lambda t: t.update({"d2t": torch.zeros(5, dtype=torch.int64)}), ("d2t", "[5]", "[6]")),
+        (lambda t: t.update({"d2t": torch.tensor([0, 2, 1, 3, 36, 58])}), ("d2t", "ascending")),
+        (lambda t: t.update({"d2t": torch.tensor([-1, 2, 3, 3, 36, 58])}), ("d2t", "-1 to 63", "0 to 63")),
+        (lambda t: t.update({"d2t": torch.tensor([0, 2, 3, 3, 36, 59])}), ("d2t", "0 to 64", "0 to 63")),
+    ],
+)
+def test_a_wrong_draft_vocabulary(pruned_head, change, words):
+    rewrite(pruned_head, change)
+    refused(lambda: read_tensors(pruned_head), *words)
+
+
+def test_a_draft_vocabulary_that_the_config_does_not_state(head):
+    rewrite(head, lambda t: t.update({"d2t": torch.zeros(5, dtype=torch.int64)}))
+    refused(lambda: read_tensors(head), "unexpected", "d2t")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from argparse import Namespace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -13,10 +14,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from vllm_eesd.distill import losses
 from vllm_eesd.distill.data import TokenData, read_sources, spaced_windows
-from vllm_eesd.distill.generate import continue_windows, generated_windows
+from vllm_eesd.distill.generate import continue_windows, own_text_in
 from vllm_eesd.distill.metrics import evaluate
 from vllm_eesd.distill.model import Target, block_mask, load_target, new_head
 from vllm_eesd.distill.run import run
+from vllm_eesd.distill.text import text_files
 from vllm_eesd.distill.train import TrainConfig, random_block_starts, train
 from vllm_eesd.exit_head.checkpoint import ExitHeadConfig, read_tensors
 
@@ -300,14 +302,22 @@ def test_generated_windows_are_made_once(model_dir, text, tmp_path, monkeypatch)
 
     monkeypatch.setattr(generate, "BATCH", 4)
     target, sources = make_target(model_dir), read_sources([text], None, VOCAB)
-    whole = np.array(generated_windows(target, sources, tmp_path, 10, SEQ_LEN, 1.0, seed=0))
+
+    transformers = partial(continue_windows, target)
+
+    def make(temperature=1.0, generator="transformers", continue_batch=transformers):
+        own = own_text_in(tmp_path, target, 10, SEQ_LEN, temperature, seed=0)
+        own.make(sources, generator, continue_batch)
+        return np.array(own.windows())
+
+    whole = make()
     assert whole.shape == (10, SEQ_LEN) and whole.max() < VOCAB
     path = tmp_path / "generated.bin"
     path.write_bytes(path.read_bytes()[: 5 * SEQ_LEN * 2])  # killed within the second batch
-    assert np.array_equal(generated_windows(target, sources, tmp_path, 10, SEQ_LEN, 1.0, seed=0), whole)
-    monkeypatch.setattr(generate, "continue_windows", None)
-    assert np.array_equal(generated_windows(target, sources, tmp_path, 10, SEQ_LEN, 1.0, seed=0), whole)
-    refused(lambda: generated_windows(target, sources, tmp_path, 10, SEQ_LEN, 0.5, seed=0), "generated.bin", "remove")
+    assert np.array_equal(make(), whole)
+    assert np.array_equal(make(continue_batch=None), whole)
+    refused(lambda: make(temperature=0.5), "generated.bin", "remove")
+    refused(lambda: make(generator="vllm"), "generated.bin", "remove")
     batch = TokenData(sources, whole).batch_at(3, 8, SEQ_LEN, seed=0)
     own = {tuple(row) for row in whole.tolist()}
     assert [tuple(row) in own for row in batch.tolist()] == [False] * 4 + [True] * 4
@@ -353,6 +363,14 @@ def test_bad_arguments(model_dir, text, tmp_path, changes, words):
     assert not (tmp_path / "head").exists()
 
 
+def test_pickled_weights_are_not_loaded(model_dir, text, tmp_path):
+    pickled = tmp_path / "pickled"
+    pickled.mkdir()
+    (pickled / "config.json").write_bytes((model_dir / "config.json").read_bytes())
+    torch.save({}, pickled / "pytorch_model.bin")
+    refused(lambda: run(make_args(pickled, text, tmp_path / "head")), "model", "no safetensors", "never loaded")
+
+
 def test_output_never_replaces_a_model(model_dir, text):
     refused(lambda: run(make_args(model_dir, text, model_dir)), "another model", "eesd")
 
@@ -365,6 +383,7 @@ def test_output_never_replaces_a_model(model_dir, text):
         ("a.bin", b"\xff\xff" * 200, ("65535", "64")),
         ("a.bin", b"\x01\x00" * 40, ("40 tokens", "64")),
         ("a.py", b"\xff\xfe", ("not UTF-8",)),
+        ("a.txt", "text".encode("utf-16-le"), ("not text", "NUL")),
         ("a.jsonl", b'{"text": "x"}\n{', ("line 2", "not JSON")),
         ("a.jsonl", b'{"words": 1}', ("line 1", "text")),
     ],
@@ -395,6 +414,28 @@ def test_text_files_are_tokenised(tmp_path):
     (tmp_path / "b.jsonl").write_text('{"text": "c"}\n\n{"prompt": "d"}\n')
     python, lines = read_sources([tmp_path / "a.py", tmp_path / "b.jsonl"], ByteTokenizer(), 256)
     assert np.asarray(python).tolist() == [97, 98, 0] and np.asarray(lines).tolist() == [99, 0, 100, 0]
+
+
+def test_directories_and_data_sets(tmp_path, monkeypatch):
+    (tmp_path / "b" / "c").mkdir(parents=True)
+    for name in ("a.txt", "b/c/d.jsonl", "empty.txt", "weights.bin", "image.png"):
+        (tmp_path / name).write_text("" if name == "empty.txt" else "{}")
+    found = [tmp_path / "a.txt", tmp_path / "b" / "c" / "d.jsonl"]
+    assert text_files(tmp_path) == found
+    assert text_files(tmp_path / "weights.bin") == [tmp_path / "weights.bin"]
+    asked = []
+
+    def download(name, repo_type, allow_patterns):
+        asked.append((name, repo_type))
+        assert "*.jsonl" in allow_patterns and not any("bin" in pattern for pattern in allow_patterns)
+        return str(tmp_path)
+
+    monkeypatch.setattr("vllm_eesd.distill.text.snapshot_download", download)
+    assert text_files("org/data") == found and asked == [("org/data", "dataset")]
+    monkeypatch.setattr("vllm_eesd.distill.text.snapshot_download", None)
+    refused(lambda: text_files("org/data"), "data: org/data", "neither a file nor an available data set")
+    (tmp_path / "none").mkdir()
+    refused(lambda: text_files(tmp_path / "none"), "no text", ".jsonl")
 
 
 def test_a_long_text_is_read_in_pieces(tmp_path, monkeypatch):

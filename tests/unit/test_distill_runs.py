@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from vllm_eesd.distill import report
+from vllm_eesd.distill import generate, report
 from vllm_eesd.distill.data import TokenData
 from vllm_eesd.distill.model import load_target, new_head
 from vllm_eesd.distill.processes import Processes
@@ -80,7 +80,8 @@ def make_args(model_dir, text, output, **changes) -> Namespace:
 
 def command_line(model_dir, text, output, work, *more) -> list[str]:
     words = ["distill", model_dir, "--exit-layer", 1, "--data", text, "-o", output, "--work", work, "--steps", 60]
-    words += ["--batch", 4, "--seq-len", SEQ_LEN, "--lr", 0.003, "--self-generate", 4, *more]
+    words += ["--batch", 4, "--seq-len", SEQ_LEN, "--lr", 0.003, "--self-generate", 4, "--generator", "transformers"]
+    words += more
     return [str(word) for word in words]
 
 
@@ -137,18 +138,21 @@ def test_parts_of_a_step_change_nothing_but_memory(model_dir, text):
         torch.testing.assert_close(heads[1].state_dict()[name], tensor, atol=SUM_TOLERANCE, rtol=SUM_TOLERANCE)
 
 
-def test_two_processes_train_what_one_does(model_dir, text, tmp_path):
-    """Launched as torch's launcher does it: by environment variables, over gloo on a CPU."""
-    finish(start(command_line(model_dir, text, tmp_path / "one", tmp_path / "work_one")))
+def finish_two(arguments) -> list[str]:
+    """Launch as torch's launcher does it: by environment variables, over gloo on a CPU."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = str(free.getsockname()[1])
-    arguments = command_line(model_dir, text, tmp_path / "two", tmp_path / "work_two")
     both = [
         start(arguments, MASTER_ADDR="localhost", MASTER_PORT=port, WORLD_SIZE="2", RANK=str(r), LOCAL_RANK=str(r))
         for r in range(2)
     ]
-    outputs = [finish(process) for process in both]
+    return [finish(process) for process in both]
+
+
+def test_two_processes_train_what_one_does(model_dir, text, tmp_path):
+    finish(start(command_line(model_dir, text, tmp_path / "one", tmp_path / "work_one")))
+    outputs = finish_two(command_line(model_dir, text, tmp_path / "two", tmp_path / "work_two"))
     assert "next: " in outputs[0] and "next: " not in outputs[1]
     one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "two"))
     moved = 0.0
@@ -157,6 +161,23 @@ def test_two_processes_train_what_one_does(model_dir, text, tmp_path):
         torch.testing.assert_close(two[name], tensor, atol=10 * SUM_TOLERANCE, rtol=10 * SUM_TOLERANCE)
         moved = max(moved, (tensor - initial[name]).abs().max().item())
     assert moved > 0.05  # the heads agree because both trained, not because neither did
+    # With the target's layers shared out, what is gathered is what was there: the same bytes.
+    outputs = finish_two(command_line(model_dir, text, tmp_path / "shared", tmp_path / "work_shared", "--shard-target"))
+    weights = load_file(model_dir / "model.safetensors")
+    whole = sum(tensor.numel() for tensor in weights.values())
+    layers = sum(tensor.numel() for name, tensor in weights.items() if ".layers." in name)
+    assert f"2 processes share the target: {whole - layers // 2} of {whole} parameters each" in outputs[0]
+    assert "next: " in outputs[0] and "next: " not in outputs[1]
+    for name in ("model.safetensors", "config.json"):
+        assert (tmp_path / "shared" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"), [({}, "shard_target is set, but this is one process"), ({"compile": True}, "compile")]
+)
+def test_a_target_that_cannot_be_shared(model_dir, text, tmp_path, changes, words):
+    with pytest.raises(ValueError, match=words):
+        run(make_args(model_dir, text, tmp_path / "head", shard_target=True, **changes))
 
 
 def test_a_batch_is_shared_out_whole():
@@ -199,3 +220,22 @@ def test_a_full_disk_is_noticed_before_training(model_dir, text, tmp_path, monke
     with pytest.raises(ValueError, match=r"output: .* cannot write .* \(No space left on device\)"):
         run(make_args(model_dir, text, tmp_path / "head"))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["text.bin"]
+
+
+class NoVllm:
+    def __init__(self, model, seq_len):
+        raise ValueError("vLLM: it said no")
+
+
+def test_transformers_writes_where_vllm_cannot(model_dir, text, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(generate, "VllmSampler", NoVllm)
+    wanted = {"self_generate": 4, "work": str(tmp_path / "work"), "steps": 1}
+    with pytest.raises(ValueError, match=r"generator is 'vllm', which cannot sample from .*: vLLM: it said no"):
+        run(make_args(model_dir, text, tmp_path / "head", generator="vllm", **wanted))
+    assert run(make_args(model_dir, text, tmp_path / "head", generator="auto", **wanted)) == 0
+    assert "transformers samples, because vLLM cannot: vLLM: it said no" in capsys.readouterr().out
+    # What transformers began it finishes: vLLM is not asked again.
+    monkeypatch.setattr(generate, "VllmSampler", None)
+    assert run(make_args(model_dir, text, tmp_path / "head", generator="auto", **wanted)) == 0
+    with pytest.raises(ValueError, match="generated.bin was made with another target or other settings"):
+        run(make_args(model_dir, text, tmp_path / "head", generator="vllm", **wanted))

@@ -133,7 +133,10 @@ def _read_source(path: Path, tokenizer: Any, vocab_size: int) -> TokenFile:
 def _lines(path: Path) -> Iterator[str]:
     try:
         with path.open(encoding="utf-8") as file:
-            yield from file
+            for line in file:
+                if "\0" in line:
+                    raise ValueError(f"data: {path}: not text (it holds NUL characters, as UTF-16 and binaries do)")
+                yield line
     except UnicodeDecodeError as error:
         raise ValueError(f"data: {path}: not UTF-8 ({error.reason})") from None
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,6 +16,9 @@ from tqdm import tqdm
 
 from vllm_eesd.distill.data import Tokens, spaced_windows, token_dtype
 from vllm_eesd.distill.model import Target
+from vllm_eesd.distill.processes import ALONE, Processes
+from vllm_eesd.distill.report import write_json
+from vllm_eesd.distill.vllm_sampler import VllmSampler
 
 # Windows continued at one time; the KV cache of more does not pay on a CPU.
 BATCH = 64
@@ -39,38 +46,160 @@ def continue_windows(target: Target, prompts: Tensor, seq_len: int, temperatures
     return ids.cpu()
 
 
-def generated_windows(
-    target: Target, text: list[Tokens], work: Path, count: int, seq_len: int, temperature: float, seed: int
-) -> np.ndarray:
-    """Return [count, seq_len] token ids from `work`, first generating what is missing there.
+@dataclass(frozen=True)
+class OwnText:
+    """Windows of the target's own, on disk; every other one is greedy, the rest are sampled.
 
-    Every other window is greedy, the rest are sampled. Each batch is a function of (seed, its number) and appended when
-    done, so an interrupted run goes on where it stopped.
+    Each batch is a function of (seed, its number) and appended when done, so an interrupted run goes on where it
+    stopped.
+
+    Attributes:
+        work: directory of `generated.bin` (token ids) and `generated.json` (how they were made).
+        count: windows wanted.
+        seq_len: tokens a window.
+        temperature: of the sampled ones.
+        seed: of prompts and samples.
+        fingerprint: of the target's weights.
+        dtype: of the ids on disk.
+    """
+
+    work: Path
+    count: int
+    seq_len: int
+    temperature: float
+    seed: int
+    fingerprint: float
+    dtype: np.dtype
+
+    @property
+    def path(self) -> Path:
+        return self.work / "generated.bin"
+
+    @property
+    def described(self) -> Path:
+        return self.work / "generated.json"
+
+    @property
+    def generator(self) -> str | None:
+        """What made the windows that are there, "vllm" or "transformers"; None if there are none."""
+        if not self.described.exists():
+            return None
+        return json.loads(self.described.read_text()).get("generator", "transformers")
+
+    @property
+    def is_complete(self) -> bool:
+        return self.path.exists() and self._num_batches_done() * BATCH >= self.count
+
+    def make(
+        self, text: list[Tokens], generator: str, continue_batch: Callable[..., Tensor], processes: Processes = ALONE
+    ) -> None:
+        """Make the windows that are missing; the first of the processes writes them.
+
+        Args:
+            text: what prompts are cut from.
+            generator: name of what `continue_batch` runs on.
+            continue_batch: as `continue_windows`, without its first argument.
+            processes: that call this together.
+        Raises:
+            ValueError: `work` holds windows made with other settings.
+        """
+        if processes.is_first:
+            self._begin(generator)
+        done = processes.agree(self._num_batches_done())
+        watched = processes.is_first and done * BATCH < self.count
+        with contextlib.ExitStack() as stack:
+            file = stack.enter_context(self.path.open("r+b")) if processes.is_first else None
+            if file is not None:
+                file.truncate(file.seek(done * self._batch_bytes))
+            for number in tqdm(range(done, -(-self.count // BATCH)), desc="generating", disable=not watched):
+                windows = self._batch(text, number, continue_batch)
+                if file is not None:
+                    file.write(windows.numpy().astype(self.dtype).tobytes())
+                    file.flush()
+
+    def windows(self) -> np.ndarray:
+        """Return the windows, [count, seq_len], mapped from the file."""
+        return np.memmap(self.path, dtype=self.dtype, mode="r").reshape(-1, self.seq_len)[: self.count]
+
+    def check(self, generator: str) -> None:
+        """Refuse to go on with windows that were made otherwise.
+
+        Raises:
+            ValueError: `work` holds such.
+        """
+        if self.described.exists():
+            found = {"generator": "transformers"} | json.loads(self.described.read_text())
+            if found != self._settings(generator):
+                raise ValueError(
+                    f"work: {self.path} was made with another target or other settings; remove it and "
+                    f"{self.described.name}"
+                )
+
+    def _settings(self, generator: str) -> dict[str, Any]:
+        settings = {"seq_len": self.seq_len, "temperature": self.temperature, "seed": self.seed}
+        return settings | {"weights": self.fingerprint, "generator": generator}
+
+    def _begin(self, generator: str) -> None:
+        self.check(generator)
+        if not self.described.exists():
+            self.path.unlink(missing_ok=True)
+            write_json(self.described, self._settings(generator))
+        self.path.touch()
+
+    @property
+    def _batch_bytes(self) -> int:
+        return BATCH * self.seq_len * self.dtype.itemsize
+
+    def _num_batches_done(self) -> int:
+        return self.path.stat().st_size // self._batch_bytes if self.path.exists() else 0
+
+    def _batch(self, text: list[Tokens], number: int, continue_batch: Callable[..., Tensor]) -> Tensor:
+        rng = np.random.default_rng((self.seed, number, 1))
+        prompt_len = int(rng.integers(max(1, self.seq_len // 8), max(2, self.seq_len // 2)))
+        prompts = _random_windows(text, BATCH, prompt_len, rng)
+        temperatures = torch.tensor([0.0, self.temperature]).repeat(BATCH // 2)
+        return continue_batch(prompts, self.seq_len, temperatures, seed=self.seed * 1_000_003 + number)
+
+
+def own_text_in(work: Path, target: Target, count: int, seq_len: int, temperature: float, seed: int) -> OwnText:
+    """Return the description of `count` windows that `target` writes, or has written, in `work`.
 
     Raises:
-        ValueError: `work` holds windows made with other settings.
+        ValueError: a negative count, or a temperature that is negative or not finite.
     """
-    path, described = work / "generated.bin", work / "generated.json"
+    if count < 0:
+        raise ValueError(f"self_generate is {count}, must be 0 or more")
+    if not 0 <= temperature < float("inf"):
+        raise ValueError(f"temperature is {temperature}, must be 0 or more and finite")
+    fingerprint = round(target.model.model.norm.weight.double().sum().item(), 6)
     dtype = np.dtype(token_dtype(target.config.vocab_size))
-    settings = {"seq_len": seq_len, "temperature": temperature, "seed": seed, "weights": _fingerprint(target)}
-    if not described.exists():
-        path.unlink(missing_ok=True)
-        described.write_text(json.dumps(settings) + "\n")
-    if json.loads(described.read_text()) != settings:
-        raise ValueError(f"work: {path} was made with another target or other settings; remove it and {described.name}")
-    batch_bytes = BATCH * seq_len * dtype.itemsize
-    done = path.stat().st_size // batch_bytes if path.exists() else 0
-    with path.open("ab") as file:
-        file.truncate(done * batch_bytes)
-        for number in tqdm(range(done, -(-count // BATCH)), desc="generating", disable=done * BATCH >= count):
-            rng = np.random.default_rng((seed, number, 1))
-            prompt_len = int(rng.integers(max(1, seq_len // 8), max(2, seq_len // 2)))
-            prompts = _random_windows(text, BATCH, prompt_len, rng)
-            temperatures = torch.tensor([0.0, temperature]).repeat(BATCH // 2)
-            windows = continue_windows(target, prompts, seq_len, temperatures, seed=seed * 1_000_003 + number)
-            file.write(windows.numpy().astype(dtype).tobytes())
-            file.flush()
-    return np.memmap(path, dtype=dtype, mode="r").reshape(-1, seq_len)[:count]
+    return OwnText(work, count, seq_len, temperature, seed, fingerprint, dtype)
+
+
+def sampled_through_vllm(wanted: str, model: str, text: list[Tokens], own: OwnText) -> bool:
+    """Make the windows through vLLM, in a process of its own, and return whether they were.
+
+    Args:
+        wanted: "vllm", "transformers", or "auto": vLLM where it can serve the target. Windows begun by one are not
+            finished by the other.
+    Raises:
+        ValueError: vLLM is wanted, or has begun, and cannot; or windows were made with other settings.
+    """
+    if wanted == "transformers" or wanted == "auto" and own.generator == "transformers":
+        return False
+    own.check("vllm")
+    if own.is_complete and own.generator == "vllm":
+        return True
+    try:
+        sampler = VllmSampler(model, own.seq_len)
+    except ValueError as error:
+        if wanted == "vllm" or own.generator == "vllm":
+            raise ValueError(f"generator is 'vllm', which cannot sample from {model!r}: {error}") from None
+        print(f"transformers samples, because vLLM cannot: {error}", flush=True)
+        return False
+    with sampler:
+        own.make(text, "vllm", sampler.continue_windows)
+    return True
 
 
 def greedy_held_out(target: Target, text: list[Tokens], count: int, seq_len: int) -> tuple[Tensor, int]:
@@ -88,7 +217,3 @@ def _random_windows(text: list[Tokens], count: int, length: int, rng: np.random.
         start = rng.integers(len(text[source]) - length + 1)
         rows.append(text[source][start : start + length])
     return torch.from_numpy(np.stack(rows).astype(np.int64))
-
-
-def _fingerprint(target: Target) -> float:
-    return round(target.model.model.norm.weight.double().sum().item(), 6)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from vllm_eesd.distill.losses import CHUNK_LOGITS
 from vllm_eesd.distill.model import Target
+from vllm_eesd.distill.vocabulary import draft_logits
 
 LONGEST_DRAFT = 8
 
@@ -22,7 +23,7 @@ def evaluate(target: Target, head: nn.Module, windows: Tensor, first: int = 0) -
         windows: [num_windows, seq_len] int64.
         first: positions before it are context only.
     Returns:
-        kl: mean KL(target || head) of a first draft token, nats.
+        kl: mean KL(target || head) of a first draft token, nats; with a draft vocabulary, within it.
         agreement: share of positions where both would take the same token: greedy acceptance of a first draft token.
         overlap: mean of sum min(p, q): acceptance of a first draft token when sampling.
         expected_matches: mean number of leading matches among the next 8 positions. Exact on the target's own greedy
@@ -34,11 +35,11 @@ def evaluate(target: Target, head: nn.Module, windows: Tensor, first: int = 0) -
     kl = overlap = agreed = 0.0
     num_first = num_rounds = 0
     leading = torch.zeros(depth, dtype=torch.float64)
-    for rows, target_logits, draft_logits, starts in draft_passes(target, head, windows, first):
-        p, q = target_logits[:, starts].log_softmax(-1), draft_logits[:, starts].log_softmax(-1)
-        kl += (p.exp() * (p - q)).sum(dtype=torch.float64).item()
+    for rows, target_logits, drafted_logits, starts in draft_passes(target, head, windows, first):
+        p, q = target_logits[:, starts].log_softmax(-1), drafted_logits[:, starts].log_softmax(-1)
+        kl += _divergence(p, q)
         overlap += torch.minimum(p.exp(), q.exp()).sum(dtype=torch.float64).item()
-        match = (target_logits.argmax(-1) == draft_logits.argmax(-1))[:, int(starts[0]) :]
+        match = (target_logits.argmax(-1) == drafted_logits.argmax(-1))[:, int(starts[0]) :]
         agreed += match[:, ::depth].sum().item()
         num_first += (rows.stop - rows.start) * len(starts)
         rounds = match[:, : match.shape[1] // depth * depth].unflatten(1, (-1, depth))
@@ -72,7 +73,19 @@ def draft_passes(
         for phase in range(depth):
             starts = torch.arange(first + phase, seq_len, depth, device=device)
             draft_hidden = head(exit_hidden, target_hidden, rotary, _block_starts(starts, seq_len))
-            yield rows, target_logits, target.lm_head(draft_hidden), starts
+            yield rows, target_logits, draft_logits(target.lm_head, head, draft_hidden), starts
+
+
+def _divergence(p: Tensor, q: Tensor) -> float:
+    """Return the sum of KL(p || q) over all positions, p taken within what q can say.
+
+    Args:
+        p, q: [..., vocab_size], log-probabilities; q is -inf for what the draft cannot say.
+    """
+    if (unsaid := q.isneginf()).any():
+        p = p.masked_fill(unsaid, -torch.inf).log_softmax(-1)
+        return (p.exp() * (p - q)).masked_fill(unsaid, 0.0).sum(dtype=torch.float64).item()
+    return (p.exp() * (p - q)).sum(dtype=torch.float64).item()
 
 
 def _block_starts(starts: Tensor, seq_len: int) -> Tensor:

@@ -15,7 +15,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from vllm_eesd.distill.loading import decompression, fold_logits_scaling, read_config
+from vllm_eesd.distill.vocabulary import restrict
 from vllm_eesd.exit_head.checkpoint import ExitHeadConfig, Prior, Verifier, read_tensors
+from vllm_eesd.exit_head.draft_vocabulary import D2T_NAME, token_ids_of
 
 # What of the target's config says how its layers are built.
 LAYER_CONFIG_FIELDS = (
@@ -219,7 +221,7 @@ def load_target(name_or_path: str, exit_layer: int | None, device: str) -> Targe
     Args:
         exit_layer: None takes a sixth of the layers.
     Raises:
-        ValueError: no such model, an unsupported kind of it, or exit_layer out of range.
+        ValueError: no such model, an unsupported kind of it, pickled weights, or exit_layer out of range.
     """
     config = read_config(name_or_path)
     num_layers = config.num_hidden_layers
@@ -229,9 +231,14 @@ def load_target(name_or_path: str, exit_layer: int | None, device: str) -> Targe
             f"exit_layer is {exit_layer}, must be 1 to {num_layers - 1}: the target has {num_layers} layers"
         )
     # sdpa without a mask is causal, which is what Target.forward relies on.
-    model = AutoModelForCausalLM.from_pretrained(
-        name_or_path, dtype=torch.float32, attn_implementation="sdpa", **decompression(name_or_path, config)
-    )
+    options = {"attn_implementation": "sdpa", "use_safetensors": True} | decompression(name_or_path, config)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(name_or_path, dtype=torch.float32, **options)
+    except OSError as error:
+        reason = " ".join(str(error).split())[:160]
+        raise ValueError(
+            f"model: {name_or_path!r} has no safetensors that can be read; pickled weights are never loaded ({reason})"
+        ) from None
     fold_logits_scaling(model)
     return Target(model.to(device), exit_layer)
 
@@ -249,7 +256,8 @@ def new_head(target: Target, init: str, head_type: str = "deep_context") -> Exit
     """Return a head that starts from the target's final norm and its `last` layer or `exit` layer, or from a head.
 
     Args:
-        init: "last", "exit" or the directory of a head; what that one lacks starts as it does with "last".
+        init: "last", "exit" or the directory of a head; what that one lacks starts as it does with "last", and its
+            draft vocabulary is left behind.
     Raises:
         ValueError: the directory holds no head, or one of another target or exit layer.
     """
@@ -272,16 +280,21 @@ def load_head(target: Target, directory: str | os.PathLike) -> nn.Module:
         ValueError: no head there, or one of another target or exit layer.
     """
     head = new_head(target, str(directory), ExitHeadConfig.load(directory).head_type)
+    if (d2t := read_tensors(directory).get(D2T_NAME)) is not None:
+        restrict(head, token_ids_of(d2t))
     return head.to(target.lm_head.weight.device).requires_grad_(False).eval()
 
 
-def head_config(target: Target, name_or_path: str, head_type: str, prior: Prior) -> ExitHeadConfig:
+def head_config(
+    target: Target, name_or_path: str, head_type: str, prior: Prior, draft_vocab_size: int | None = None
+) -> ExitHeadConfig:
     """Return what the head's config.json says."""
     return ExitHeadConfig(
         exit_layer=target.exit_layer,
         head_type=head_type,
         verifier=target_verifier(target.config, name_or_path),
         transformer_layer_config=layer_config(target.config),
+        draft_vocab_size=draft_vocab_size,
         prior=prior,
     )
 

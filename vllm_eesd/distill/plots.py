@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -47,4 +49,6 @@ def plot_probe(path: str, results: list[LayerResult], costs: LayerCosts) -> None
     for axes in (quality, gain):
         axes.legend(frameon=False)
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
+    with tempfile.TemporaryDirectory(dir=Path(path).parent, prefix=".plot.") as temporary:
+        figure.savefig(Path(temporary) / Path(path).name, dpi=150)
+        os.replace(Path(temporary) / Path(path).name, path)

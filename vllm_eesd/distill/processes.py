@@ -19,15 +19,22 @@ class Processes:
     Attributes:
         rank: of this process, from 0.
         count: of processes.
+        sharded: whether each holds only its share of the target, so that no one can run it alone.
     """
 
     rank: int = 0
     count: int = 1
+    sharded: bool = False
 
     @property
     def is_first(self) -> bool:
         """Whether this one writes files and prints."""
         return self.rank == 0
+
+    @property
+    def runs_target(self) -> bool:
+        """Whether this one takes part when the target is run for the first one: to write text, or to measure."""
+        return self.is_first or self.sharded
 
     def check_batch(self, batch: int, accumulate: int) -> None:
         """Refuse a batch that cannot be shared out evenly.
@@ -76,13 +83,18 @@ ALONE = Processes()
 
 
 @contextlib.contextmanager
-def launched_processes(device: str) -> Iterator[Processes]:
+def launched_processes(device: str, sharded: bool = False) -> Iterator[Processes]:
     """Join the processes this one was launched with, by the environment variables of torch's launchers; else ALONE.
 
     Args:
         device: "cuda" gives each process of a machine its own GPU.
+        sharded: whether they are to share one copy of the target.
+    Raises:
+        ValueError: there is nobody to share it with.
     """
     count = int(os.environ.get("WORLD_SIZE", "1"))
+    if count == 1 and sharded:
+        raise ValueError("shard_target is set, but this is one process; start several with torchrun, or leave it out")
     if count == 1:
         yield ALONE
         return
@@ -90,6 +102,6 @@ def launched_processes(device: str) -> Iterator[Processes]:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     dist.init_process_group("nccl" if device == "cuda" else "gloo")
     try:
-        yield Processes(dist.get_rank(), count)
+        yield Processes(dist.get_rank(), count, sharded)
     finally:
         dist.destroy_process_group()

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import tempfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +16,24 @@ from torch import nn
 from tqdm import tqdm
 
 from vllm_eesd.distill.data import TokenData, long_enough, spaced_windows, split_held_out
-from vllm_eesd.distill.generate import generated_windows, greedy_held_out
+from vllm_eesd.distill.generate import (
+    OwnText,
+    continue_windows,
+    greedy_held_out,
+    own_text_in,
+    sampled_through_vllm,
+)
 from vllm_eesd.distill.metrics import evaluate
 from vllm_eesd.distill.model import Target, head_config, load_target, new_head, saved_dtype
 from vllm_eesd.distill.probe import best_exit_layer, probe
-from vllm_eesd.distill.processes import Processes, launched_processes
+from vllm_eesd.distill.processes import ALONE, Processes, launched_processes
 from vllm_eesd.distill.report import check_writable, serve_command, write_json
+from vllm_eesd.distill.sharding import shard_layers
 from vllm_eesd.distill.tensorboard import open_tensorboard
 from vllm_eesd.distill.text import check_seq_len, measuring_windows, read_text
 from vllm_eesd.distill.train import TrainConfig, train
-from vllm_eesd.exit_head.checkpoint import Prior, write_head
+from vllm_eesd.distill.vocabulary import check_size, draft_token_ids, end_tokens, most_frequent, restrict, token_shares
+from vllm_eesd.exit_head.checkpoint import Prior, one_line, write_head
 
 # Windows measured on; 64 x 512 tokens give the agreement to about 0.3 percentage points.
 HELD_OUT_WINDOWS = 64
@@ -43,62 +52,100 @@ def run(args: argparse.Namespace) -> int:
         ValueError: a wrong argument or unusable data, before anything is trained or written.
     """
     config = _train_config(args)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    with launched_processes(device) as processes:
+    device, sharded = "cuda" if torch.cuda.is_available() else "cpu", getattr(args, "shard_target", False)
+    if sharded and config.compile:
+        raise ValueError("shard_target is set, must not be with compile: a compiled step cannot gather layers")
+    with launched_processes(device, sharded) as processes:
         processes.check_batch(config.batch, config.accumulate)
         if processes.is_first:
             _check_output(Path(args.output), args.model)
+            check_writable(args.output, 0, "output")
             open_tensorboard(getattr(args, "tensorboard", None)).close()
         exit_layer = processes.agree(_exit_layer(args) if processes.is_first else 0)
-        target = load_target(args.model, exit_layer, device)
+        target = load_target(args.model, exit_layer, "cpu")
+        if config.draft_vocab is not None:
+            check_size(config.draft_vocab, target.config.vocab_size)
+        head = new_head(target, config.init, config.head_type)
         if processes.is_first:
-            _check_room(args, target)
+            _check_room(args, head, config.seq_len)
         with tempfile.TemporaryDirectory(prefix="eesd-distill-") as temporary:
             work = Path(processes.agree(args.work or temporary))
             work.mkdir(parents=True, exist_ok=True)
-            _distill(args, target, config, work, processes)
+            _distill(args, target, head, config, work, device, processes)
     return 0
 
 
-def _distill(args: argparse.Namespace, target: Target, config: TrainConfig, work: Path, processes: Processes) -> None:
-    train_text, held_out_text = _read_text(args, target, config.seq_len)
-    if processes.is_first:  # the others then find it made
-        _own_text(args, target, train_text, work, config)
+def _distill(
+    args: argparse.Namespace,
+    target: Target,
+    head: nn.Module,
+    config: TrainConfig,
+    work: Path,
+    device: str,
+    processes: Processes,
+) -> None:
+    text, held_out_text = _read_text(args, target, config.seq_len)
+    own = _own_text(args, target, work, config)
+    # Before the target takes its place: two of them would have to fit there.
+    through_vllm = own is not None and processes.agree(processes.is_first and _through_vllm(args, text, own))
+    _place(target, head, device, processes)
+    if own is not None and processes.runs_target and not through_vllm:
+        together = processes if processes.sharded else ALONE
+        own.make(text, "transformers", partial(continue_windows, target), together)
     processes.wait()
-    data = TokenData(train_text, _own_text(args, target, train_text, work, config))
-    head = new_head(target, config.init, config.head_type)
-    held_out = _held_out(args, target, held_out_text, config.seq_len) if processes.is_first else {}
+    data = TokenData(text, None if own is None else own.windows())
+    if config.draft_vocab is not None:
+        _restrict(target, head, data, config.draft_vocab, processes)
+    held_out = _held_out(args, target, held_out_text, config.seq_len) if processes.runs_target else {}
     before = _measure(target, head, held_out)
     if processes.is_first:
         print(_describe("before", before), flush=True)
     with _watch(args, target, head, held_out, processes) as on_step:
         record = train(target, head, data, config, work / "checkpoint.pt" if args.work else None, on_step, processes)
+    _round(head, saved_dtype(args.model))
+    after = _measure(target, head, held_out)
     if processes.is_first:
-        _write(args, target, head, config, held_out, {"before": before}, record)
+        _write(args, target, head, {"before": before, "after": after}, record)
     processes.wait()
 
 
-def _write(
-    args: argparse.Namespace,
-    target: Target,
-    head: nn.Module,
-    config: TrainConfig,
-    held_out: dict,
-    outcome: dict,
-    record: dict,
-) -> None:
-    """Write the head as it will be served, measured in that dtype, and say what comes next."""
-    dtype = saved_dtype(args.model)
+def _place(target: Target, head: nn.Module, device: str, processes: Processes) -> None:
+    """Move the target, or this process's share of it, and the head to where they are run."""
+    if processes.sharded:
+        held, whole = shard_layers(target, device)
+        if processes.is_first:
+            print(f"{processes.count} processes share the target: {held} of {whole} parameters each", flush=True)
+    target.to(device)
+    head.to(device)
+
+
+def _restrict(target: Target, head: nn.Module, data: TokenData, size: int, processes: Processes) -> None:
+    """Make the head draft from the `size` most frequent tokens of the data."""
+    shares = token_shares(data, target.config.vocab_size)
+    token_ids = most_frequent(shares, size, end_tokens(target.config))
+    restrict(head, token_ids)
+    if processes.is_first:
+        covered = shares[token_ids.numpy()].sum()
+        print(f"drafts from {size} of {len(shares)} tokens, {covered:.2%} of the training data", flush=True)
+
+
+def _round(head: nn.Module, dtype: torch.dtype) -> None:
+    """Round the head to what it will be served in."""
     for parameter in head.parameters():
         parameter.data = parameter.data.to(dtype).float()
-    after = _measure(target, head, held_out)
+
+
+def _write(args: argparse.Namespace, target: Target, head: nn.Module, outcome: dict, record: dict) -> None:
+    """Write the head in the target's dtype, and say what comes next."""
+    after, dtype, token_ids = outcome["after"], saved_dtype(args.model), draft_token_ids(head)
     print(_describe("after", after), flush=True)
     prior = _prior(after.get("greedy", after["text"])["agreement"])
-    tensors = {name: tensor.to(dtype) for name, tensor in head.state_dict().items()}
-    write_head(args.output, head_config(target, args.model, config.head_type, prior), tensors)
+    tensors = {name: t.to(dtype) if t.is_floating_point() else t for name, t in head.state_dict().items()}
+    draft_vocab_size = None if token_ids is None else len(token_ids)
+    write_head(args.output, head_config(target, args.model, head.head_type, prior, draft_vocab_size), tensors)
     following = serve_command(args.model, args.output)
     if args.json:
-        outcome |= {"head": str(args.output), "exit_layer": target.exit_layer, "after": after, "next": following}
+        outcome |= {"head": str(args.output), "exit_layer": target.exit_layer, "next": following}
         write_json(args.json, outcome | record)
     print(f"wrote {args.output}; {record['tokens']} tokens in {record['minutes']:.1f} minutes")
     print(f"next: {following}")
@@ -116,14 +163,14 @@ def _exit_layer(args: argparse.Namespace) -> int:
     return exit_layer
 
 
-def _check_room(args: argparse.Namespace, target: Target) -> None:
-    """Refuse, before training, an output that could not be written: the head and, in `work`, its training state."""
-    layer = target.model.model.layers[target.exit_layer]
-    head_bytes = sum(parameter.numel() for parameter in layer.parameters()) * 4
+def _check_room(args: argparse.Namespace, head: nn.Module, seq_len: int) -> None:
+    """Refuse, before training, an output that could not be written: the head and, in `work`, what training keeps."""
+    head_bytes = sum(tensor.numel() * tensor.itemsize for tensor in head.state_dict().values())
     check_writable(args.output, head_bytes, "output")
     if args.work:
+        own_bytes = (getattr(args, "self_generate", None) or 0) * seq_len * 4
         # Parameters and up to two moments, and the old file until the new one is whole.
-        check_writable(args.work, 6 * head_bytes, "work")
+        check_writable(args.work, 6 * head_bytes + own_bytes, "work")
     if args.json:
         check_writable(Path(args.json).parent, 1 << 20, "json")
 
@@ -133,11 +180,11 @@ def _watch(
     args: argparse.Namespace, target: Target, head: nn.Module, held_out: dict, processes: Processes
 ) -> Iterator[Callable[[int, float], None] | None]:
     """Yield what is called after every step: TensorBoard's losses, and now and then the held-out tokens per round."""
-    if not processes.is_first:
+    if not processes.runs_target:
         yield None
         return
     directory, every = getattr(args, "tensorboard", None), getattr(args, "measure_every", None) or 0
-    writer = open_tensorboard(directory)
+    writer = open_tensorboard(directory if processes.is_first else None)
     windows, first = held_out.get("greedy", held_out["text"])
     few = windows[:WATCHED_WINDOWS]
 
@@ -146,7 +193,8 @@ def _watch(
         if every and step % every == 0:
             expected = 1 + evaluate(target, head, few, first)["expected_matches"]
             writer.add_scalar("held_out_tokens_per_round", expected, step)
-            tqdm.write(f"step {step}: loss {loss:.4f}, {expected:.2f} tokens per round expected, held out")
+            if processes.is_first:
+                tqdm.write(f"step {step}: loss {loss:.4f}, {expected:.2f} tokens per round expected, held out")
 
     try:
         yield on_step
@@ -159,8 +207,7 @@ def _train_config(args: argparse.Namespace) -> TrainConfig:
     try:
         return TrainConfig(**{field: value for field, value in given.items() if value is not None})
     except ValidationError as error:
-        first = error.errors()[0]
-        raise ValueError(f"{first['loc'][0]}: {first['msg']} (got {first['input']!r})") from None
+        raise ValueError(one_line(error)) from None
 
 
 def _check_output(output: Path, model: str) -> None:
@@ -183,15 +230,14 @@ def _read_text(args: argparse.Namespace, target: Target, seq_len: int) -> tuple[
     return long_enough(text, seq_len, "data"), long_enough(held_out, seq_len, "held_out")
 
 
-def _own_text(args: argparse.Namespace, target: Target, text: list, work: Path, config: TrainConfig) -> Any:
-    count = getattr(args, "self_generate", None) or 0
-    temperature = getattr(args, "temperature", None)
-    temperature = 1.0 if temperature is None else temperature
-    if count < 0:
-        raise ValueError(f"self_generate is {count}, must be 0 or more")
-    if not 0 <= temperature < float("inf"):
-        raise ValueError(f"temperature is {temperature}, must be 0 or more and finite")
-    return generated_windows(target, text, work, count, config.seq_len, temperature, config.seed) if count else None
+def _own_text(args: argparse.Namespace, target: Target, work: Path, config: TrainConfig) -> OwnText | None:
+    count, temperature = getattr(args, "self_generate", None) or 0, getattr(args, "temperature", None)
+    own = own_text_in(work, target, count, config.seq_len, 1.0 if temperature is None else temperature, config.seed)
+    return own if count else None
+
+
+def _through_vllm(args: argparse.Namespace, text: list, own: OwnText) -> bool:
+    return sampled_through_vllm(getattr(args, "generator", "transformers"), args.model, text, own)
 
 
 def _held_out(

@@ -8,12 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import snapshot_download
 from torch import Tensor
 from transformers import AutoTokenizer
 
 from vllm_eesd.distill.data import Tokens, long_enough, read_sources, spaced_windows
 from vllm_eesd.distill.generate import BATCH, continue_windows
 from vllm_eesd.distill.model import Target
+
+# Files taken from a directory or a data set: text for sure. Token ids, .bin, must be named one by one.
+TEXT_SUFFIXES = {".jsonl", ".md", ".py", ".rst", ".txt"}
 
 
 def check_seq_len(config: Any, seq_len: int) -> None:
@@ -31,15 +35,41 @@ def check_seq_len(config: Any, seq_len: int) -> None:
             raise ValueError(f"seq_len is {seq_len}, must be at most {longest}, the target's {field}")
 
 
-def read_text(model: str, config: Any, paths: Sequence[str | os.PathLike]) -> list[Tokens]:
+def text_files(name: str | os.PathLike) -> list[Path]:
+    """Return the file `name`, or the files of text below a directory or in a data set of the Hub, sorted.
+
+    Raises:
+        ValueError: there are none, or the data set is not available.
+    """
+    path = Path(name)
+    could_be_id = str(name).count("/") == 1 and not str(name).startswith((".", "/", "~"))
+    if could_be_id and not path.exists() and path.suffix not in TEXT_SUFFIXES | {".bin"}:
+        patterns = [f"*{suffix}" for suffix in sorted(TEXT_SUFFIXES)]
+        try:
+            path = Path(snapshot_download(str(name), repo_type="dataset", allow_patterns=patterns))
+        except Exception as error:  # the Hub client's own hierarchy, network errors included
+            reason = " ".join(str(error).split())
+            raise ValueError(f"data: {name}: neither a file nor an available data set ({reason:.160})") from None
+    if not path.is_dir():
+        return [path]  # whoever reads it says what is wrong with it
+    files = sorted(file for file in path.rglob("*") if file.suffix in TEXT_SUFFIXES and file.stat().st_size)
+    if not files:
+        raise ValueError(f"data: {name}: no text in it; a file's name must end in {', '.join(sorted(TEXT_SUFFIXES))}")
+    return files
+
+
+def read_text(model: str, config: Any, names: Sequence[str | os.PathLike]) -> list[Tokens]:
     """Return the token ids of each file; the target's tokenizer is loaded only where a file is not token ids already.
 
+    Args:
+        names: files, directories or data sets of the Hub.
     Raises:
         ValueError: a file cannot be used, see `read_sources`.
     """
-    needs_tokenizer = any(Path(path).suffix != ".bin" for path in paths)
+    paths = [path for name in names for path in text_files(name)]
+    needs_tokenizer = any(path.suffix != ".bin" for path in paths)
     tokenizer = AutoTokenizer.from_pretrained(model) if needs_tokenizer else None
-    return read_sources([Path(path) for path in paths], tokenizer, config.vocab_size)
+    return read_sources(paths, tokenizer, config.vocab_size)
 
 
 def measuring_windows(

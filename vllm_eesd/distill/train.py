@@ -6,11 +6,11 @@ import math
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import numpy as np
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor, nn
 from tqdm import tqdm
 
@@ -20,6 +20,7 @@ from vllm_eesd.distill.metrics import LONGEST_DRAFT
 from vllm_eesd.distill.model import Target
 from vllm_eesd.distill.processes import ALONE, Processes
 from vllm_eesd.distill.state import resume, save
+from vllm_eesd.distill.vocabulary import draft_token_ids
 
 # A warm start needs only a short warm-up: it keeps the first, badly scaled steps small.
 WARMUP_STEPS = 30
@@ -43,6 +44,7 @@ class TrainConfig(BaseModel):
         loss: what the head minimises, see `vllm_eesd.distill.losses`.
         jsd_beta: of the loss `jsd`.
         head_type: of the head, see `vllm_eesd.distill.model`.
+        draft_vocab: tokens the head drafts from, the most frequent ones of the data; None is the whole vocabulary.
         seed: of the order of the data and of generated text.
         compile: torch.compile the step; slow to start, about a fifth faster on a CPU.
     """
@@ -59,8 +61,15 @@ class TrainConfig(BaseModel):
     loss: Literal[LOSS_NAMES] = "forward_kl"
     jsd_beta: float = Field(0.5, gt=0, lt=1)
     head_type: Literal["transformer", "deep_context", "mlp"] = "deep_context"
+    draft_vocab: int | None = Field(None, ge=1)
     seed: int = Field(0, ge=0)
     compile: bool = False
+
+    @model_validator(mode="after")
+    def _text_is_in_the_vocabulary(self) -> Self:
+        if self.draft_vocab is not None and self.loss == "ce_text":
+            raise ValueError("loss is 'ce_text', must be another one with draft_vocab: text has tokens outside it")
+        return self
 
 
 def train(
@@ -174,6 +183,10 @@ def uses_bfloat16(device: str) -> bool:
 
 def _step_loss(target: Target, head: nn.Module, config: TrainConfig, device: str) -> Callable[[Tensor, Tensor], Tensor]:
     loss, on_text = build_loss(config.loss, config.jsd_beta), config.loss == "ce_text"
+    weight, bias = target.lm_head.weight, target.lm_head.bias
+    if (token_ids := draft_token_ids(head)) is not None:
+        # Both distributions within the draft vocabulary: of what the target says beyond it nothing can be learned.
+        weight, bias = weight[token_ids], None if bias is None else bias[token_ids]
 
     def step_loss(ids: Tensor, block_starts: Tensor) -> Tensor:
         with torch.autocast(device, dtype=torch.bfloat16, enabled=uses_bfloat16(device)):
@@ -182,7 +195,6 @@ def _step_loss(target: Target, head: nn.Module, config: TrainConfig, device: str
             hidden, labels = head(exit_hidden, target_hidden, rotary, block_starts), None
             if on_text:  # the last position's next token is not in the window
                 hidden, target_hidden, labels = hidden[:, :-1], target_hidden[:, :-1], ids[:, 1:].flatten()
-            weight, bias = target.lm_head.weight, target.lm_head.bias
             return distillation_loss(loss, hidden.flatten(0, 1), target_hidden.flatten(0, 1), weight, bias, labels)
 
     return step_loss

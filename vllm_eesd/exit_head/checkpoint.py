@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, field_validator, mo
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from vllm_eesd.exit_head.draft_vocabulary import D2T_NAME, check_offsets
 from vllm_eesd.exit_head.shapes import expected_shapes
 
 CONFIG_NAME = "config.json"
@@ -32,6 +33,7 @@ MAX_HEADER_BYTES = 1 << 20
 # Four times a float32 layer of the widest models there are; a sparse file can claim any size.
 MAX_WEIGHTS_BYTES = 1 << 35
 WEIGHT_DTYPES = {"F32", "F16", "BF16"}
+D2T_DTYPES = {"I64", "I32"}
 PICKLE_SUFFIXES = {".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt"}
 # What must agree between the head's layer and the target's, where both state it.
 LAYER_FIELDS = (
@@ -88,7 +90,7 @@ class ExitHeadConfig(BaseModel):
             with residual, RMSNorm; no KV).
         verifier: the target.
         transformer_layer_config: the target's text config, as its own config.json states it.
-        draft_vocab_size: must be None; reserved for a smaller draft vocabulary.
+        draft_vocab_size: how many of the target's tokens the head can draft; None is all of them.
         prior: where a request's posterior starts.
     """
 
@@ -101,15 +103,10 @@ class ExitHeadConfig(BaseModel):
     draft_vocab_size: int | None = None
     prior: Prior = Prior()
 
-    @field_validator("draft_vocab_size")
-    @classmethod
-    def _whole_vocabulary(cls, value: int | None) -> None:
-        if value is not None:
-            raise ValueError("only null (the target's whole vocabulary) is supported by this version")
-
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         _check_exit_layer(self.exit_layer, self.head_type, self.verifier.num_hidden_layers)
+        _check_draft_vocab_size(self.draft_vocab_size, self.head_type, self.verifier.vocab_size)
         if self.head_type != "headless":
             expected_shapes(self)  # refuses a layer config that lacks or contradicts a size
         return self
@@ -231,6 +228,11 @@ def read_tensors(directory: str | os.PathLike) -> dict[str, torch.Tensor]:
     for name, tensor in tensors.items():
         if not tensor.isfinite().all():
             raise ValueError(f"{path}: {name} holds infinities or NaN; copy or distill the head again")
+    if D2T_NAME in tensors:
+        try:
+            check_offsets(tensors[D2T_NAME], config.verifier.vocab_size)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}; copy or distill the head again") from None
     return tensors
 
 
@@ -276,6 +278,17 @@ def _check_exit_layer(exit_layer: int, head_type: str, num_hidden_layers: int) -
     if not 1 <= exit_layer <= last:
         raise ValueError(
             f"exit_layer is {exit_layer}, must be 1 to {last} for a {head_type} head on {num_hidden_layers} layers"
+        )
+
+
+def _check_draft_vocab_size(draft_vocab_size: int | None, head_type: str, vocab_size: int) -> None:
+    if draft_vocab_size is None:
+        return
+    if head_type == "headless":
+        raise ValueError(f"draft_vocab_size is {draft_vocab_size}, must be null for a headless head: it has no tensors")
+    if not 1 <= draft_vocab_size < vocab_size:
+        raise ValueError(
+            f"draft_vocab_size is {draft_vocab_size}, must be 1 to {vocab_size - 1}, or null: all {vocab_size} tokens"
         )
 
 
@@ -327,8 +340,9 @@ def _check_names_and_shapes(path: Path, file: Any, expected: dict[str, tuple[int
         tensor = file.get_slice(name)
         if tuple(tensor.get_shape()) != shape:
             raise ValueError(f"{path}: {name} has shape {list(tensor.get_shape())}, the config says {list(shape)}")
-        if tensor.get_dtype() not in WEIGHT_DTYPES:
-            raise ValueError(f"{path}: {name} has dtype {tensor.get_dtype()}, must be one of {sorted(WEIGHT_DTYPES)}")
+        allowed = D2T_DTYPES if name == D2T_NAME else WEIGHT_DTYPES
+        if tensor.get_dtype() not in allowed:
+            raise ValueError(f"{path}: {name} has dtype {tensor.get_dtype()}, must be one of {sorted(allowed)}")
 
 
 def _check_same_names(path: Path, found: set[str], expected: set[str]) -> None:

@@ -1,8 +1,10 @@
-"""Which tensors a transformer head holds, and their shapes, from its config alone."""
+"""Which tensors a head holds, and their shapes, from its config alone."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
+
+from vllm_eesd.exit_head.draft_vocabulary import D2T_NAME
 
 if TYPE_CHECKING:
     from vllm_eesd.exit_head.checkpoint import ExitHeadConfig
@@ -39,8 +41,9 @@ def expected_shapes(config: ExitHeadConfig) -> dict[str, tuple[int, ...]]:
         raise ValueError(
             f"transformer_layer_config.hidden_size is {hidden}, verifier.hidden_size {config.verifier.hidden_size}"
         )
+    d2t = {} if config.draft_vocab_size is None else {D2T_NAME: (config.draft_vocab_size,)}
     if config.head_type == "mlp":
-        return _mlp_head_shapes(layer, hidden)
+        return _mlp_head_shapes(layer, hidden) | d2t
     heads = _size(layer, "num_attention_heads")
     kv_heads = _size(layer, "num_key_value_heads", heads)
     head_dim = _size(layer, "head_dim", max(1, hidden // heads))
@@ -63,7 +66,7 @@ def expected_shapes(config: ExitHeadConfig) -> dict[str, tuple[int, ...]]:
         second = ("k_proj.weight", "k_proj.bias", "v_proj.weight", "v_proj.bias")
         named |= {f"deep.{n}": shapes[f"self_attn.{n}"] for n in second if f"self_attn.{n}" in shapes}
         named["deep.inject.weight"] = (hidden, hidden)
-    return named
+    return named | d2t
 
 
 def _mlp_head_shapes(layer: dict[str, Any], hidden: int) -> dict[str, tuple[int, ...]]:

@@ -11,7 +11,13 @@ from vllm.forward_context import (
 )
 from vllm.logger import init_logger
 from vllm.model_executor.layers.layernorm import RMSNorm
-from vllm.model_executor.layers.linear import MergedColumnParallelLinear, ReplicatedLinear
+from vllm.model_executor.layers.linear import (
+    MergedColumnParallelLinear,
+    ReplicatedLinear,
+    UnquantizedLinearMethod,
+)
+from vllm.model_executor.layers.logits_processor import LogitsProcessor
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader.utils import process_weights_after_loading
 from vllm.model_executor.models.utils import AutoWeightsLoader
 from vllm.utils.torch_utils import direct_register_custom_op, set_default_torch_dtype
@@ -28,16 +34,20 @@ __all__ = [
     "AutoWeightsLoader",
     "CommonAttentionMetadata",
     "LogitBiasLogitsProcessor",
+    "LogitsProcessor",
     "MergedColumnParallelLinear",
     "MinPLogitsProcessor",
     "MinTokensLogitsProcessor",
     "ModelConfig",
     "ParallelConfig",
+    "ParallelLMHead",
     "RMSNorm",
     "ReplicatedLinear",
     "SamplerOutput",
     "SpecDecodeMetadata",
     "SpeculativeConfig",
+    "UnquantizedEmbeddingMethod",
+    "UnquantizedLinearMethod",
     "VllmConfig",
     "create_forward_context",
     "direct_register_custom_op",

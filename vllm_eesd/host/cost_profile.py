@@ -33,8 +33,8 @@ def profile_costs(runner: Any, step: DraftStep, costs: CostModel) -> None:
     """
     scheduler = runner.scheduler_config
     most_tokens = min(runner.max_num_reqs * (runner.num_spec_tokens + 1), scheduler.max_num_batched_tokens)
-    jobs = {("forward", n): _forward(runner, n) for n in FORWARD_TOKENS if n <= most_tokens}
-    jobs |= {("draft", n): _draft(runner, step, n) for n in DRAFT_ROWS if n <= runner.max_num_reqs}
+    jobs = {("forward", n): forward_call(runner, n) for n in FORWARD_TOKENS if n <= most_tokens}
+    jobs |= {("draft", n): draft_call(runner, step, n) for n in DRAFT_ROWS if n <= runner.max_num_reqs}
     order = sorted(jobs, key=lambda job: (FORWARD_TOKENS if job[0] == "forward" else DRAFT_ROWS).index(job[1]))
     times = _time(jobs, order)
     medians = {job: statistics.median(ms[1:] or ms) for job, ms in times.items()}  # the first is a rehearsal
@@ -59,7 +59,9 @@ def _time(jobs: dict[Any, Callable[[], None]], order: list[Any]) -> dict[Any, li
     return group.broadcast_object(times, src=0) if group.world_size > 1 else times
 
 
-def _forward(runner: Any, num_tokens: int) -> Callable[[], None]:
+def forward_call(runner: Any, num_tokens: int) -> Callable[[], None]:
+    """Return a call that runs the target and its LM head over `num_tokens` tokens, without attention."""
+
     def forward() -> None:
         hidden_states, _ = runner._dummy_run(num_tokens)
         runner.model.compute_logits(hidden_states[:num_tokens])
@@ -67,7 +69,8 @@ def _forward(runner: Any, num_tokens: int) -> Callable[[], None]:
     return forward
 
 
-def _draft(runner: Any, step: DraftStep, num_rows: int) -> Callable[[], None]:
+def draft_call(runner: Any, step: DraftStep, num_rows: int) -> Callable[[], None]:
+    """Return a call that runs a draft step of `num_rows` rows, without attention."""
     rows = torch.zeros(num_rows, dtype=torch.int64)
     model_config = runner.model_config
     hidden_states = torch.zeros(num_rows, model_config.get_hidden_size(), dtype=model_config.dtype)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from vllm_eesd.exit_head.checkpoint import ExitHeadConfig, read_tensors
+from vllm_eesd.exit_head.draft_vocabulary import D2T_NAME, token_ids_of
 from vllm_eesd.host.compat import (
     AutoWeightsLoader,
     MergedColumnParallelLinear,
@@ -24,6 +25,7 @@ from vllm_eesd.host.compat import (
     set_default_torch_dtype,
     support_torch_compile,
 )
+from vllm_eesd.host.draft_vocabulary import DraftVocabulary
 from vllm_eesd.host.layer_call import carries_residual, normed, run_layer, summed
 
 
@@ -66,8 +68,12 @@ class ExitHead(nn.Module):
         vllm_config: of the engine.
         target: the loaded target; its layer `exit_layer` is the pattern.
         config: the head's.
+    Attributes:
+        vocabulary: what of the target's vocabulary it drafts from; None is all of it. Set by `load`.
     Source: arXiv 2406.03853, section 3.1 (early-exiting layer).
     """
+
+    vocabulary: DraftVocabulary | None
 
     def __init__(self, vllm_config: VllmConfig, target: nn.Module, config: ExitHeadConfig) -> None:
         super().__init__()
@@ -86,10 +92,13 @@ class ExitHead(nn.Module):
         """Return the head with its weights, ready to run. Must be called inside `set_current_vllm_config`."""
         model_config = vllm_config.model_config
         device = next(target.parameters()).device
+        tensors = read_tensors(directory)
+        d2t = tensors.pop(D2T_NAME, None)
         with set_default_torch_dtype(model_config.dtype), device:
             head = cls(vllm_config, target, config)
+            head.vocabulary = None if d2t is None else DraftVocabulary(target, token_ids_of(d2t))
         mapper = getattr(type(target.model), "hf_to_vllm_mapper", None) or type(target).hf_to_vllm_mapper
-        head.load_tensors(read_tensors(directory), mapper)
+        head.load_tensors(tensors, mapper)
         process_weights_after_loading(head, model_config, device)
         return head.eval()
 
@@ -278,6 +287,8 @@ class DraftStep(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return the most probable tokens, [num_rows] int64, their probabilities, [num_rows] float32, and the logits.
 
+        With a draft vocabulary, probabilities are shares within it, and the logits are its own: see `whole_logits`.
+
         Args:
             input_ids: [num_rows] int64.
             positions: [num_rows] int64.
@@ -294,9 +305,22 @@ class DraftStep(nn.Module):
         else:
             hidden_states = summed(hidden_states, residual)
             hidden_states = head(positions, hidden_states if context is None else hidden_states + context)
-        logits = target.compute_logits(hidden_states)
+        vocabulary = self._vocabulary
+        logits = (target if vocabulary is None else vocabulary).compute_logits(hidden_states)
         best = logits.float().max(dim=-1)
-        return best.indices, (best.values - logits.float().logsumexp(dim=-1)).exp(), logits
+        token_ids = best.indices if vocabulary is None else vocabulary.token_ids_of(best.indices)
+        return token_ids, (best.values - logits.float().logsumexp(dim=-1)).exp(), logits
+
+    @property
+    def _vocabulary(self) -> DraftVocabulary | None:
+        return None if self._head[0] is None else self._head[0].vocabulary
+
+    def whole_logits(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return a step's logits over the target's vocabulary, [num_rows, vocab_size]: -inf where nothing is drafted.
+
+        Only drafts that are drawn need them, so a step does not make them itself.
+        """
+        return logits if self._vocabulary is None else self._vocabulary.whole(logits)
 
 
 @torch.inference_mode()

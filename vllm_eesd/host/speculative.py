@@ -98,8 +98,9 @@ class EESDSpeculativeConfig(SpeculativeConfig):
         return 0
 
     def compute_hash(self) -> str:
-        """Return a hash with all that changes the target's compiled graph: where the exit layer's KV fill sits."""
-        return f"{super().compute_hash()}-eesd-{self.exit_head.head_type}-{self.exit_head.exit_layer}"
+        """Return a hash with all that changes a compiled graph: where the KV fill sits, how large the LM head is."""
+        head = self.exit_head
+        return f"{super().compute_hash()}-eesd-{head.head_type}-{head.exit_layer}-{head.draft_vocab_size}"
 
     def __repr__(self) -> str:
         return (

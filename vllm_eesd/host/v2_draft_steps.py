@@ -181,7 +181,7 @@ class DraftSteps(DraftModelSpeculator):
             )
         drafted, confidence = best[:num_reqs], confidence[:num_reqs]
         if self.draft_logits is not None:
-            drafted = self._sample(logits[0][:num_reqs])
+            drafted = self._sample(self.model.whole_logits(logits[0][:num_reqs]))
         self.draft_tokens[:num_reqs].index_copy_(1, self._column, drafted[:, None])
         self.draft_token_confidence_probs[:num_reqs].index_copy_(1, self._column, confidence[:, None])
         self._column.add_(1).remainder_(self.num_speculative_steps)

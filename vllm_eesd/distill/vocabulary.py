@@ -1,0 +1,91 @@
+"""A smaller vocabulary to draft from: the tokens the target meets most often, and logits over them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from vllm_eesd.distill.data import SELF_SHARE, TokenData
+from vllm_eesd.distill.token_file import CHUNK_TOKENS
+from vllm_eesd.exit_head.draft_vocabulary import D2T_NAME, offsets_of, token_ids_of
+
+
+def token_shares(data: TokenData, vocab_size: int) -> np.ndarray:
+    """Return how often each token stands in a batch, [vocab_size] float64 that sums to 1; read in pieces."""
+    text = _shares(data.text, vocab_size)
+    if data.generated is None:
+        return text
+    return (1 - SELF_SHARE) * text + SELF_SHARE * _shares(list(data.generated), vocab_size)
+
+
+def _shares(sources: list[Any], vocab_size: int) -> np.ndarray:
+    counts = np.zeros(vocab_size, dtype=np.int64)
+    for tokens in sources:
+        for first in range(0, len(tokens), CHUNK_TOKENS):
+            counts += np.bincount(np.asarray(tokens[first : first + CHUNK_TOKENS]), minlength=vocab_size)
+    return counts / counts.sum()
+
+
+def most_frequent(shares: np.ndarray, size: int, always: list[int]) -> Tensor:
+    """Return the ids of the `size` most frequent tokens, ascending, int64; equally frequent ones by id.
+
+    Args:
+        shares: [vocab_size], of `token_shares`.
+        always: ids kept however rare: the end of a text is one token a text, and ends every request.
+    Raises:
+        ValueError: see `check_size`.
+    """
+    check_size(size, len(shares))
+    ranked = shares.copy()
+    ranked[always] = np.inf
+    return torch.from_numpy(np.sort(np.argsort(-ranked, kind="stable")[:size]))
+
+
+def check_size(size: int, vocab_size: int) -> None:
+    """Refuse a draft vocabulary that is none.
+
+    Raises:
+        ValueError: size is not below the target's vocabulary.
+    """
+    if not 1 <= size < vocab_size:
+        raise ValueError(f"draft_vocab is {size}, must be 1 to {vocab_size - 1}: the target has {vocab_size} tokens")
+
+
+def end_tokens(config: Any) -> list[int]:
+    """Return the ids that end the target's text, as its config says."""
+    ids = config.eos_token_id
+    ids = [ids] if isinstance(ids, int) else list(ids or ())
+    return [token_id for token_id in ids if token_id < config.vocab_size]
+
+
+def restrict(head: nn.Module, token_ids: Tensor) -> None:
+    """Make the head draft from these tokens only; its state_dict then has `d2t`, as its checkpoint.
+
+    Args:
+        token_ids: [draft_vocab_size] int64, ascending.
+    """
+    head.register_buffer(D2T_NAME, offsets_of(token_ids.to(next(head.parameters()).device)))
+
+
+def draft_token_ids(head: nn.Module) -> Tensor | None:
+    """Return the target's ids that the head drafts from, [draft_vocab_size] int64; None if all."""
+    d2t = getattr(head, D2T_NAME, None)
+    return None if d2t is None else token_ids_of(d2t)
+
+
+def draft_logits(lm_head: nn.Linear, head: nn.Module, hidden: Tensor) -> Tensor:
+    """Return the draft's logits over the target's vocabulary, [..., vocab_size]: -inf for what it cannot draft.
+
+    Args:
+        hidden: [..., hidden_size], what the head returned.
+    """
+    logits, token_ids = lm_head(hidden), draft_token_ids(head)
+    if token_ids is None:
+        return logits
+    # The whole projection first: its sums are then the target's to the bit, and this runs when measuring only.
+    drafted = torch.full_like(logits, -torch.inf)
+    drafted[..., token_ids] = logits[..., token_ids]
+    return drafted
