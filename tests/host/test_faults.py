@@ -30,7 +30,7 @@ PLACES = {
     "vllm_eesd.host.draft_rows:DraftRows.round": (2, 9),
     "vllm_eesd.host.draft_rows:DraftRows.step": (3, 14),
     "vllm_eesd.host.exit_layer:ExitHead.forward": (5, 16),
-    "vllm_eesd.drafting:RequestSlots.assign": (1, 9),
+    "vllm_eesd.drafting:RequestSlots.assign": (0, 2),  # called when the batch changes
     "vllm_eesd.policy:Dispatch.begin_round": (0, 7),
     "vllm_eesd.policy:Dispatch.draft_more": (4, 15),
     "vllm_eesd.policy:BetaPosterior.observe": (1, 7),
