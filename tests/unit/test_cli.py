@@ -69,6 +69,13 @@ def test_distill_takes_several_files(implementation):
     assert (calls[0].model, calls[0].exit_layer, calls[0].data, calls[0].output) == ("M", 2, ["a.txt", "b.py"], "H")
 
 
+@pytest.mark.parametrize(("given", "meant"), [("32k", 32_000), ("8K", 8_000), ("500", 500)])
+def test_a_draft_vocabulary_may_be_given_in_thousands(implementation, given, meant):
+    calls = implementation("vllm_eesd.distill.run")
+    cli.main([*MINIMAL["vllm_eesd.distill.run"], "--draft-vocab", given])
+    assert calls[0].draft_vocab == meant
+
+
 def test_drafting_defaults_are_the_configs():
     args, config = cli.build_parser().parse_args(["demo"]), EESDConfig()
     assert (args.num_speculative_tokens, args.policy) == (config.num_speculative_tokens, config.policy)
@@ -92,6 +99,9 @@ def test_distill_defaults_are_the_train_configs():
         [*MINIMAL["vllm_eesd.bench.latency"], "--methods", "plain,,eesd"],
         [*MINIMAL["vllm_eesd.distill.run"], "--lr", "nan"],
         [*MINIMAL["vllm_eesd.distill.run"], "--minutes", "0"],
+        [*MINIMAL["vllm_eesd.distill.run"], "--draft-vocab", "0k"],
+        [*MINIMAL["vllm_eesd.distill.run"], "--draft-vocab", "k"],
+        [*MINIMAL["vllm_eesd.distill.run"], "--draft-vocab", "3.2k"],
     ],
 )
 def test_a_wrong_argument_is_one_line_and_exit_2(argv, capsys):
