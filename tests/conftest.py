@@ -74,6 +74,8 @@ def pytest_runtest_makereport(item, call):
 
 def pytest_sessionfinish(session):
     if path := session.config.getoption("--report"):
+        from vllm_eesd.bench.hardware import hardware, versions
+
         # What this run did not touch stays: the suite may be run in pieces.
         old = (
             json.loads(Path(path).read_text(encoding="utf-8"))
@@ -81,7 +83,12 @@ def pytest_sessionfinish(session):
             else {"counts": {}, "features": []}
         )
         decided = {(entry["feature"], entry["test"]): entry for entry in [*old["features"], *FEATURES]}
-        content = {"counts": dict(sorted((old["counts"] | COUNTS).items())), "features": list(decided.values())}
+        content = {
+            "hardware": hardware(),
+            "versions": versions(),
+            "counts": dict(sorted((old["counts"] | COUNTS).items())),
+            "features": list(decided.values()),
+        }
         Path(path).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 

@@ -25,17 +25,19 @@ def until(condition):
 
 @pytest.fixture
 def published(monkeypatch):
-    """(directory, stats) of a worker that publishes, read by this process' registry."""
+    """(directory, stats, breaker) of a worker that publishes, read by this process' registry."""
+    from vllm_eesd.host.circuit_breaker import CircuitBreaker
     from vllm_eesd.stats import DraftStats
 
     monkeypatch.setattr(metrics, "PUBLISH_EVERY_S", 0.02)
     directory, stats = metrics.make_metrics_directory(), DraftStats(3)
-    metrics.publish(directory, 7, stats)
-    return directory, stats
+    breaker = CircuitBreaker()
+    metrics.publish(directory, 7, stats, breaker)
+    return directory, stats, breaker
 
 
 def test_what_a_worker_counts_is_at_the_registry(published):
-    directory, stats = published
+    directory, stats, _ = published
     stats.count("a", [1, 2], [1, 5])
     stats.count("b", [], [6])
     stats.count_time(decode_ms=500.0, plain_ms=750.0)
@@ -46,6 +48,24 @@ def test_what_a_worker_counts_is_at_the_registry(published):
     assert read['eesd:decode_seconds_total{engine="7"}'] == 0.5 and read['eesd:plain_seconds_total{engine="7"}'] == 0.75
     assert [read[f'eesd:draft_length_rounds_total{{engine="7",length="{n}"}}'] for n in range(4)] == [1, 0, 1, 0]
     assert os.stat(directory).st_mode & 0o077 == 0
+
+
+def test_faults_and_the_open_breaker_are_at_the_registry(published, monkeypatch):
+    from types import SimpleNamespace
+
+    from vllm_eesd.host import circuit_breaker
+
+    monkeypatch.setattr(circuit_breaker, "get_tp_group", lambda: SimpleNamespace(world_size=1))
+    breaker = published[2]
+    until(lambda: samples().get('eesd:speculation_off{engine="7"}') == 0)
+    assert samples()['eesd:drafter_faults_total{engine="7"}'] == 0
+    for _ in range(circuit_breaker.MAX_FAULTS):
+        try:
+            raise RuntimeError("injected")
+        except RuntimeError as error:
+            breaker.fault(error)
+    until(lambda: samples()['eesd:speculation_off{engine="7"}'] == 1)
+    assert samples()['eesd:drafter_faults_total{engine="7"}'] == circuit_breaker.MAX_FAULTS
 
 
 def test_the_thread_ends_with_its_engine_or_its_reader(published):

@@ -4,6 +4,7 @@ from vllm.compilation.backends import set_model_tag
 from vllm.compilation.decorators import support_torch_compile
 from vllm.config import ModelConfig, ParallelConfig, SpeculativeConfig, VllmConfig
 from vllm.distributed.parallel_state import get_tp_group
+from vllm.exceptions import VLLMValidationError
 from vllm.forward_context import (
     create_forward_context,
     get_forward_context,
@@ -36,6 +37,7 @@ __all__ = [
     "ReplicatedLinear",
     "SamplerOutput",
     "SpeculativeConfig",
+    "VLLMValidationError",
     "VllmConfig",
     "create_forward_context",
     "direct_register_custom_op",
