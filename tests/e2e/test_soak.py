@@ -15,7 +15,7 @@ LIMIT_S = 600
 @pytest.mark.feature("a mixed load: arrivals, aborts, grammars, refusals, faults", "the same answers")
 def test_a_short_soak(tmp_path):
     result = tmp_path / "soak.json"
-    options = {"minutes": 0.25, "clients": 6, "cases": 26, "inject-every": 4, "seed": 1, "json": result}
+    options = {"minutes": 0.2, "clients": 6, "cases": 13, "inject-every": 5, "seed": 1, "json": result}
     command = [sys.executable, str(BENCHMARKS / "soak.py"), "--eager"]
     command += [word for name, value in options.items() for word in (f"--{name}", str(value))]
     done = subprocess.run(

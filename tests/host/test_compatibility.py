@@ -108,7 +108,7 @@ def test_a_request_is_answered_as_by_plain_vllm(plain, eesd, name):
     answers, drafted = eesd
     assert_same(answers[name], plain[name])
     assert (plain[name] != plain["temperature 0"]) == CASES[name].alters
-    assert (drafted[name] > 0) == CASES[name].drafts
+    assert CASES[name].drafts in (None, drafted[name] > 0)
 
 
 def test_all_of_them_in_one_batch(plain, eesd):

@@ -75,7 +75,7 @@ def test_the_thread_ends_with_its_engine_or_its_reader(published):
     def publishing():
         return sum(thread.name == "eesd-metrics" for thread in threading.enumerate())
 
-    directory, stats = published
+    directory, stats, _ = published
     assert publishing() >= 1
     shutil.rmtree(directory)
     stats.count("a", [1], [1, 5])

@@ -83,7 +83,7 @@ GOOD = {
         ({"idle": GOOD["idle"] | {"kv_cache_usage": 0.1}}, "KV cache"),
         ({"idle": GOOD["idle"] | {"slots": 4}}, "4 request slots"),
         ({"drafter_faults": 4}, "4 faults were counted"),
-        ({"speculation_off": True}, "faults were counted"),
+        ({"speculation_off": True}, "speculation was switched off"),
         ({"accepted": 0}, "nothing was ever drafted"),
         ({"mib_per_hour": 700.0}, "memory rises by 700 MiB"),
         ({"objects_per_hour": 90_000}, "objects rise by 90000"),
