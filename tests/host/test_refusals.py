@@ -143,6 +143,7 @@ def test_layouts_that_would_go_wrong(target, pipeline_parallel_size, named):
 
 
 ON_V2 = SimpleNamespace(runner="V2", platform="cuda", runner_reason="Triton works here")
+V1_ON_A_CPU = SimpleNamespace(runner="V1", platform="cpu", runner_reason="Triton does not work here")
 V1_ON_A_GPU = SimpleNamespace(runner="V1", platform="cuda", runner_reason="VLLM_USE_V2_MODEL_RUNNER=0")
 
 
@@ -156,12 +157,12 @@ def layout(**changes):
     [
         pytest.param(ON_V2, {}, {}, True, "enable_lora", marks=refused("LoRA on Model Runner V2")),
         pytest.param(
-            ON_V2,
+            V1_ON_A_CPU,
             {"is_moe": True},
             {"data_parallel_size": 2},
             False,
             "data_parallel_size=2",
-            marks=refused("data parallel with a mixture of experts, on Model Runner V2"),
+            marks=refused("data parallel with a mixture of experts"),
         ),
         pytest.param(
             ON_V2,
@@ -169,7 +170,7 @@ def layout(**changes):
             {"decode_context_parallel_size": 2},
             False,
             "context parallelism",
-            marks=refused("context parallel, on Model Runner V2"),
+            marks=refused("context parallel"),
         ),
         pytest.param(V1_ON_A_GPU, {}, {}, False, "Runner V1", marks=refused("Model Runner V1 on a GPU")),
     ],
@@ -177,8 +178,8 @@ def layout(**changes):
 def test_what_a_model_runner_would_get_wrong(environment, target, parallel, enable_lora, named):
     from vllm_eesd.host.speculative import check_runner
 
-    plain = SimpleNamespace(is_moe=False)
-    check_runner(ON_V2, plain, layout(), False)
+    check_runner(ON_V2, SimpleNamespace(is_moe=False), layout(), False)
+    check_runner(V1_ON_A_CPU, SimpleNamespace(is_moe=True), layout(), True)
     with pytest.raises(ValueError, match=named) as error:
         check_runner(environment, SimpleNamespace(**{"is_moe": False} | target), layout(**parallel), enable_lora)
     assert str(error.value).startswith("eesd: ") and "\n" not in str(error.value)

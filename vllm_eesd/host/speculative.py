@@ -156,10 +156,6 @@ def check_runner(environment: Environment, target: ModelConfig, parallel: Parall
             f"eesd: Model Runner V1 ({environment.runner_reason}) is supported on a CPU only; on "
             f"{environment.platform} EESD drafts on V2: unset VLLM_USE_V2_MODEL_RUNNER"
         )
-    if environment.runner == "V1":
-        return
-    if enable_lora:
-        raise ValueError("eesd: enable_lora is not supported on Model Runner V2; serve the adapters without eesd")
     if parallel.data_parallel_size > 1 and target.is_moe:
         raise ValueError(
             f"eesd: data_parallel_size={parallel.data_parallel_size} is not supported with a mixture of experts (its "
@@ -167,6 +163,8 @@ def check_runner(environment: Environment, target: ModelConfig, parallel: Parall
         )
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
         raise ValueError("eesd: context parallelism is not supported; use tensor_parallel_size instead")
+    if environment.runner == "V2" and enable_lora:
+        raise ValueError("eesd: enable_lora is not supported on Model Runner V2; serve the adapters without eesd")
 
 
 def resolve_exit_head(eesd: EESDConfig, target: ModelConfig) -> tuple[ExitHeadConfig, str | None]:
