@@ -39,7 +39,7 @@ def beams(llm, texts):
 
 
 def with_aborts(llm, texts):
-    """Return the answers of requests that begin one after the other, two of them aborted: one running, one just begun."""
+    """Return the answers of requests that begin one by one, two of them aborted: one running, one just begun."""
     engine, answers = llm.llm_engine, {}
     for step in range(10_000):
         if step % 3 == 0 and step // 3 < 8:
