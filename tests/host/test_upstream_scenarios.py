@@ -30,24 +30,23 @@ def prompts():
 
 @pytest.mark.feature("drafts that reach past max_model_len", SAME)
 def test_max_model_len(engine, random_target, cloned_head, prompts):
-    """vLLM: v1/spec_decode/test_max_len.py: drafts of 1 and 10 tokens up to the longest sequence."""
+    """vLLM: v1/spec_decode/test_max_len.py: long drafts up to the longest sequence, every row at another time."""
     from vllm import SamplingParams
 
-    params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True, detokenize=False)
+    longest = 70
+    params = SamplingParams(temperature=0, max_tokens=longest, ignore_eos=True, detokenize=False)
     inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
     results = []
-    for spec in (None, SPEC | {"num_speculative_tokens": 1}, SPEC | {"num_speculative_tokens": 10}):
-        spec = spec and spec | {"model": cloned_head(random_target, 7, 7)}
-        with engine(random_target, spec, max_model_len=100) as llm:
+    for spec in (None, SPEC | {"num_speculative_tokens": 10, "model": cloned_head(random_target, 7, 7)}):
+        with engine(random_target, spec, max_model_len=longest) as llm:
             outputs = [output.outputs[0] for output in llm.generate(inputs, params, use_tqdm=False)]
             results.append([(tuple(output.token_ids), output.finish_reason) for output in outputs])
             if spec:
                 (stats,) = llm.collective_rpc("eesd_stats")
-                assert stats["accepted"] == stats["drafted"] > 100
-    assert results[1] == results[0] and results[2] == results[0]
-    assert [(len(prompt) + len(tokens), ends) for prompt, (tokens, ends) in zip(prompts, results[0], strict=True)] == [
-        (100, "length")
-    ] * len(prompts)
+                assert stats["accepted"] == stats["drafted"] > 80
+    assert results[1] == results[0]
+    for prompt, (tokens, ends) in zip(prompts, results[0], strict=True):
+        assert (len(prompt) + len(tokens), ends) == (longest, "length")
 
 
 @pytest.mark.feature("every parameter at once, preempted and in prompt chunks", SAME)
