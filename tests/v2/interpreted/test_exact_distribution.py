@@ -6,14 +6,15 @@ import torch
 
 PROMPT = (3, 1, 4, 1, 5)
 SAMPLING = {"temperature": 1.0}
-#: All in one batch. What top-k excludes has probability 0: one sample of it is enough.
+#: All in one batch.
 SAMPLINGS = [
     SAMPLING,
     {"temperature": 0.5},
     {"temperature": 1.5, "seed": 1000},
-    {"temperature": 1.0, "top_k": 3},
     {"temperature": 1.5, "repetition_penalty": 1.8},
 ]
+if torch.cuda.is_available():  # Triton's interpreter cannot run vLLM's kernel for these
+    SAMPLINGS += [{"temperature": 1.0, "top_k": 3}, {"temperature": 1.5, "top_k": 6, "top_p": 0.8}]
 #: Where kernels are interpreted a sample takes a third of a second: few, of which a planted bug needs fewer.
 NUM_SAMPLES, NUM_SAMPLES_PLANTED = (15_000 if torch.cuda.is_available() else 120), 50
 SIGNIFICANCE = 1e-4
