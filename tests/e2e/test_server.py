@@ -131,6 +131,17 @@ def test_a_stop_string_ends_the_text_before_it(client, expected):
     assert complete(client, PROMPTS[1], stop=[stop]).choices[0].text == expected[1][: expected[1].index(stop)]
 
 
+@pytest.mark.parametrize(
+    "option", [{"eesd_policy": "../best"}, {"eesd_max_draft_tokens": 1e9}, {"eesd_depth": 1}], ids=lambda o: [*o][0]
+)
+def test_a_wrong_option_is_the_clients_mistake(client, option):
+    import openai
+
+    with pytest.raises(openai.BadRequestError) as error:
+        complete(client, PROMPTS[0], extra_body={"vllm_xargs": option})
+    assert error.value.status_code == 400 and [*option][0] in error.value.body["message"]
+
+
 @pytest.mark.feature("disconnecting clients", "the same answers for the others")
 def test_a_client_that_disconnects_mid_stream_harms_nobody(server, client, expected):
     body = json.dumps({"model": "code", "prompt": PROMPTS[2], "max_tokens": 900, "stream": True, "ignore_eos": True})
@@ -145,6 +156,20 @@ def test_a_client_that_disconnects_mid_stream_harms_nobody(server, client, expec
     while running_requests(server) and time.monotonic() < deadline:
         time.sleep(0.5)
     assert running_requests(server) == 0
+
+
+@pytest.mark.feature("vllm bench serve", "every request served")
+def test_vllm_bench_serve(server, embedded_model, tmp_path):
+    command = [
+        str(Path(sys.executable).parent / "vllm"), "bench", "serve", "--base-url", server, "--model", "code",
+        "--tokenizer", str(embedded_model), "--dataset-name", "random", "--random-input-len", "24",
+        "--random-output-len", "16", "--num-prompts", "6", "--ignore-eos", "--disable-tqdm", "--save-result",
+        "--result-dir", str(tmp_path), "--result-filename", "bench.json",
+    ]  # fmt: skip
+    run = subprocess.run(command, capture_output=True, text=True, timeout=START_LIMIT_S)
+    assert run.returncode == 0, run.stderr[-3000:]
+    seen = json.loads((tmp_path / "bench.json").read_text(encoding="utf-8"))
+    assert seen["completed"] == 6 and seen["failed"] == 0 and seen["total_output_tokens"] == 6 * 16
 
 
 def metric(server, name):

@@ -48,7 +48,10 @@ TARGETS = {
 }
 
 
-@pytest.fixture(scope="module", params=TARGETS)
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(n, marks=pytest.mark.feature(f"target: {n}", "the same answers")) for n in TARGETS],
+)
 def target_dir(request, tmp_path_factory):
     name, changes = TARGETS[request.param]
     torch.manual_seed(0)
@@ -117,6 +120,7 @@ def test_distilled_and_served(target_dir, plain_output, engine, greedy, prompts,
     assert stats["drafted"] > 100 and 0 < stats["accepted"] < stats["drafted"]
 
 
+@pytest.mark.feature("target: gpt-oss", "refused")
 def test_gpt_oss_is_refused(engine, tmp_path):
     """Every other layer of it attends through a sliding window."""
     changes = {"head_dim": 32, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 128}

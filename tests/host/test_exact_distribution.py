@@ -1,6 +1,8 @@
 """Sampled output has exactly the target's distribution: plain vLLM, EESD, every policy; and planted bugs are caught."""
 
 import collections
+import itertools
+import pkgutil
 from typing import get_args
 
 import exact_distribution as exact
@@ -10,7 +12,7 @@ import torch
 from vllm_eesd.kernels import rejection_reference
 
 from vllm_eesd.config import EESDConfig
-from vllm_eesd.host import verification
+from vllm_eesd.host import circuit_breaker, verification
 from vllm_eesd.policy import CostModel
 
 #: Some tokens of the vocabulary twice and some not at all, so that penalties differ between tokens.
@@ -44,7 +46,7 @@ NUM_SAMPLES = 15_000
 NUM_SAMPLES_PLANTED = 5_000
 #: The chance that a right suite fails, shared out among its comparisons (Bonferroni).
 FAMILY_ERROR = 1e-4
-NUM_COMPARISONS = 1 + len(DRAFT_SAMPLE_METHODS) * (1 + len(POLICIES) + 2 + len(ONE_KIND)) + 2 + 1
+NUM_COMPARISONS = 1 + len(DRAFT_SAMPLE_METHODS) * (1 + len(POLICIES) + 2 + len(ONE_KIND)) + 4
 SIGNIFICANCE = FAMILY_ERROR / NUM_COMPARISONS
 
 
@@ -195,6 +197,49 @@ def test_a_request_that_joins_with_one_token(llm, target, monkeypatch, names):
     verdict, _ = verdict_on(llm, distributions_after(prompt, target), names, prompt=prompt)
     assert verdict.p_value > SIGNIFICANCE, verdict
     assert sum(num_padded) > NUM_SAMPLES
+
+
+#: What a fault interrupts where drafts are drawn: the drawing itself, a step whose draft is kept, a whole round.
+FAULTY = {
+    "vllm_eesd.host.draft_sampling:DraftSampling.draw": 40,
+    "vllm_eesd.host.draft_sampling:DraftSampling.begin_round": 30,
+    "vllm_eesd.host.draft_rows:DraftRows.step": 50,
+    "vllm_eesd.policy:Dispatch.observe": 30,
+}
+
+
+@pytest.mark.parametrize("llm", ["probabilistic"], indirect=True)
+def test_faults_while_drafts_are_drawn_bias_nothing(llm, distributions, monkeypatch, counts, drafter_of):
+    """A draft must never be verified against the distribution of another one, one that a fault left behind."""
+    faults = []
+
+    def now_and_then(original, every):
+        calls = itertools.count(1)
+
+        def faulty(*args, **kwargs):
+            number = next(calls)
+            # Every other fault strikes before anything is done, the others after all of it.
+            if number % (2 * every) == 0:
+                faults.append(original.__qualname__)
+                raise RuntimeError("injected")
+            result = original(*args, **kwargs)
+            if number % every == 0:
+                faults.append(original.__qualname__)
+                raise RuntimeError("injected")
+            return result
+
+        return faulty
+
+    for place, every in FAULTY.items():
+        name, _, attribute = place.rpartition(".")
+        owner = pkgutil.resolve_name(name)
+        monkeypatch.setattr(owner, attribute, now_and_then(owner.__dict__[attribute], every))
+    monkeypatch.setattr(circuit_breaker, "MAX_FAULTS", NUM_SAMPLES)
+    assert_exact(llm, distributions, list(SAMPLINGS))
+    assert len(set(faults)) == len(FAULTY) and len(faults) > 20
+    breaker = drafter_of(llm).breaker
+    assert breaker.num_faults >= len(faults) and not breaker.is_open
+    counts["planted faults survived"] += len(faults)
 
 
 class TableDrafter:

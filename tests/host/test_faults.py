@@ -122,6 +122,7 @@ def stats_of(llm):
     return stats
 
 
+@pytest.mark.feature("a fault while drafting", "the same answers; that round drafts nothing")
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize("place", PLACES)
 def test_a_fault_anywhere_costs_one_round_of_drafts(served, greedy, prompts, expected, lines, counts, place, after):

@@ -101,6 +101,19 @@ def test_lora_requests_are_served_right_and_draft_nothing(
     assert answers[0][0] != answers[0][2]  # the adapter does something
 
 
+@pytest.mark.feature("fp8 KV cache", "the same answers")
+def test_an_fp8_kv_cache(engine, greedy, random_target, cloned_head, prompts):
+    """The clone of the last layer stays right in every token: the exit layer's own cache is written in fp8, too."""
+    answers = []
+    for spec in (None, SPEC | {"model": cloned_head(random_target, 7, 7)}):
+        with engine(random_target, spec, kv_cache_dtype="fp8") as llm:
+            answers.append(greedy(llm, prompts))
+            if spec:
+                (stats,) = llm.collective_rpc("eesd_stats")
+    assert answers[0] == answers[1]
+    assert stats["accepted"] == stats["drafted"] > 100
+
+
 def test_finished_requests_leave_no_state_behind(engine, greedy, random_target, prompts, drafter_of):
     with engine(random_target, SPEC | {"exit_layer": 8}, max_num_seqs=4) as llm:
         for _ in range(3):

@@ -59,33 +59,3 @@ def test_greedy_identity_on_a_random_target(engine, greedy, random_target, head,
     assert 0.4 < stats["accepted"] / stats["drafted"] < 0.95  # both outcomes were exercised,
     assert np.count_nonzero(stats["draft_length_histogram"]) >= 4  # at ragged lengths
     assert bool(preemptions) == (setting == "preemption")
-
-
-@pytest.mark.feature("logprobs, stop tokens, n", "the same answers")
-def test_logprobs_stop_tokens_and_n(engine, random_target, head, prompts):
-    """Log-probabilities, stop tokens, several completions and a single token come out as plain vLLM's do."""
-    from vllm import SamplingParams
-
-    requests = [
-        SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, logprobs=3, detokenize=False),
-        SamplingParams(temperature=0, max_tokens=40, stop_token_ids=list(range(0, 512, 9)), detokenize=False),
-        SamplingParams(temperature=1, top_k=1, max_tokens=24, n=2, ignore_eos=True, detokenize=False),
-        SamplingParams(temperature=0, max_tokens=1, detokenize=False),
-        SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, presence_penalty=1.5, detokenize=False),
-        SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, min_tokens=10, detokenize=False),
-    ]
-    inputs = [{"prompt_token_ids": p} for p in prompts]
-    results = []
-    for spec in (None, SPEC | {"model": head}):
-        with engine(random_target, spec) as llm:
-            outputs = llm.generate(inputs, requests, use_tqdm=False)
-            results.append([(list(c.token_ids), c.finish_reason, c.logprobs) for o in outputs for c in o.outputs])
-    assert len(results[0]) == 7
-    for (tokens, reason, logprobs), (eesd_tokens, eesd_reason, eesd_logprobs) in zip(*results, strict=False):
-        assert eesd_tokens == tokens
-        assert eesd_reason == reason
-        for position, eesd_position in zip(logprobs or [], eesd_logprobs or [], strict=False):
-            assert position.keys() == eesd_position.keys()
-            for token_id, entry in position.items():
-                # Batches of different shapes: the last bits of float32 differ.
-                assert eesd_position[token_id].logprob == pytest.approx(entry.logprob, abs=1e-4)

@@ -25,17 +25,19 @@ def until(condition):
 
 @pytest.fixture
 def published(monkeypatch):
-    """(directory, stats) of a worker that publishes, read by this process' registry."""
+    """(directory, stats, breaker) of a worker that publishes, read by this process' registry."""
+    from vllm_eesd.host.circuit_breaker import CircuitBreaker
     from vllm_eesd.stats import DraftStats
 
     monkeypatch.setattr(metrics, "PUBLISH_EVERY_S", 0.02)
     directory, stats = metrics.make_metrics_directory(), DraftStats(3)
-    metrics.publish(directory, 7, stats)
-    return directory, stats
+    breaker = CircuitBreaker()
+    metrics.publish(directory, 7, stats, breaker)
+    return directory, stats, breaker
 
 
 def test_what_a_worker_counts_is_at_the_registry(published):
-    directory, stats = published
+    directory, stats, _ = published
     stats.count("a", [1, 2], [1, 5])
     stats.count("b", [], [6])
     stats.count_time(decode_ms=500.0, plain_ms=750.0)
@@ -48,6 +50,24 @@ def test_what_a_worker_counts_is_at_the_registry(published):
     assert os.stat(directory).st_mode & 0o077 == 0
 
 
+def test_faults_and_the_open_breaker_are_at_the_registry(published, monkeypatch):
+    from types import SimpleNamespace
+
+    from vllm_eesd.host import circuit_breaker
+
+    monkeypatch.setattr(circuit_breaker, "get_tp_group", lambda: SimpleNamespace(world_size=1))
+    breaker = published[2]
+    until(lambda: samples().get('eesd:speculation_off{engine="7"}') == 0)
+    assert samples()['eesd:drafter_faults_total{engine="7"}'] == 0
+    for _ in range(circuit_breaker.MAX_FAULTS):
+        try:
+            raise RuntimeError("injected")
+        except RuntimeError as error:
+            breaker.fault(error)
+    until(lambda: samples()['eesd:speculation_off{engine="7"}'] == 1)
+    assert samples()['eesd:drafter_faults_total{engine="7"}'] == circuit_breaker.MAX_FAULTS
+
+
 def test_the_thread_ends_with_its_engine_or_its_reader(published):
     import shutil
     import threading
@@ -55,7 +75,7 @@ def test_the_thread_ends_with_its_engine_or_its_reader(published):
     def publishing():
         return sum(thread.name == "eesd-metrics" for thread in threading.enumerate())
 
-    directory, stats = published
+    directory, stats, _ = published
     assert publishing() >= 1
     shutil.rmtree(directory)
     stats.count("a", [1], [1, 5])

@@ -120,6 +120,7 @@ def refused(feature):
 
 def target_like(**changes):
     fields = {"architectures": ["LlamaForCausalLM"], "uses_mrope": False, "get_sliding_window": lambda: None}
+    fields |= {"logits_processors": None}
     return SimpleNamespace(**fields | changes)
 
 
@@ -139,6 +140,49 @@ def test_layouts_that_would_go_wrong(target, pipeline_parallel_size, named):
     check_target_model(target_like(), SimpleNamespace(pipeline_parallel_size=1))
     with pytest.raises(ValueError, match=named):
         check_target_model(target, SimpleNamespace(pipeline_parallel_size=pipeline_parallel_size))
+
+
+ON_V2 = SimpleNamespace(runner="V2", platform="cuda", runner_reason="Triton works here")
+V1_ON_A_CPU = SimpleNamespace(runner="V1", platform="cpu", runner_reason="Triton does not work here")
+V1_ON_A_GPU = SimpleNamespace(runner="V1", platform="cuda", runner_reason="VLLM_USE_V2_MODEL_RUNNER=0")
+
+
+def layout(**changes):
+    sizes = {"data_parallel_size": 1, "decode_context_parallel_size": 1, "prefill_context_parallel_size": 1}
+    return SimpleNamespace(**sizes | changes)
+
+
+@pytest.mark.parametrize(
+    ("environment", "target", "parallel", "enable_lora", "named"),
+    [
+        pytest.param(ON_V2, {}, {}, True, "enable_lora", marks=refused("LoRA on Model Runner V2")),
+        pytest.param(
+            V1_ON_A_CPU,
+            {"is_moe": True},
+            {"data_parallel_size": 2},
+            False,
+            "data_parallel_size=2",
+            marks=refused("data parallel with a mixture of experts"),
+        ),
+        pytest.param(
+            ON_V2,
+            {},
+            {"decode_context_parallel_size": 2},
+            False,
+            "context parallelism",
+            marks=refused("context parallel"),
+        ),
+        pytest.param(V1_ON_A_GPU, {}, {}, False, "Runner V1", marks=refused("Model Runner V1 on a GPU")),
+    ],
+)
+def test_what_a_model_runner_would_get_wrong(environment, target, parallel, enable_lora, named):
+    from vllm_eesd.host.speculative import check_runner
+
+    check_runner(ON_V2, SimpleNamespace(is_moe=False), layout(), False)
+    check_runner(V1_ON_A_CPU, SimpleNamespace(is_moe=True), layout(), True)
+    with pytest.raises(ValueError, match=named) as error:
+        check_runner(environment, SimpleNamespace(**{"is_moe": False} | target), layout(**parallel), enable_lora)
+    assert str(error.value).startswith("eesd: ") and "\n" not in str(error.value)
 
 
 def test_the_config_survives_a_process_boundary(random_target, head):

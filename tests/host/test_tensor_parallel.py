@@ -63,7 +63,7 @@ def ran(plain, random_target, cloned_head):
     return words, left, said
 
 
-@pytest.mark.feature("tensor parallel, two ranks", "the same answers")
+@pytest.mark.feature("tensor_parallel_size=2", "the same answers")
 def test_two_ranks_answer_as_one_does(ran, plain):
     words, _, said = ran
     assert "SERVED" in words, said[-4000:]

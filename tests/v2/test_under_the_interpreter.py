@@ -19,6 +19,8 @@ pytestmark = [
 ]
 
 
+@pytest.mark.feature("Model Runner V2 (on a CPU, its kernels interpreted)", "the same answers")
+@pytest.mark.feature("asynchronous scheduling (Model Runner V2)", "the same answers")
 def test_v2_on_a_cpu():
     environment = os.environ | {"PYTHONPATH": str(HERE / "triton_cpu_backend"), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "pytest", str(HERE / "interpreted"), "-q", "-p", "no:cacheprovider"]

@@ -4,6 +4,7 @@ from vllm.compilation.backends import set_model_tag
 from vllm.compilation.decorators import support_torch_compile
 from vllm.config import ModelConfig, ParallelConfig, SpeculativeConfig, VllmConfig
 from vllm.distributed.parallel_state import get_tp_group
+from vllm.exceptions import VLLMValidationError
 from vllm.forward_context import (
     create_forward_context,
     get_forward_context,
@@ -48,6 +49,7 @@ __all__ = [
     "SpeculativeConfig",
     "UnquantizedEmbeddingMethod",
     "UnquantizedLinearMethod",
+    "VLLMValidationError",
     "VllmConfig",
     "create_forward_context",
     "direct_register_custom_op",

@@ -20,9 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from prometheus_client import REGISTRY
-from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from vllm_eesd.host.circuit_breaker import CircuitBreaker
 from vllm_eesd.stats import DraftStats
 
 PUBLISH_EVERY_S = 1.0
@@ -34,7 +35,10 @@ COUNTERS = {
     "emitted_tokens": "Tokens that rounds emitted: the accepted drafts and one of the target's own each.",
     "decode_seconds": "Time of the steps in which every request decoded, drafting included.",
     "plain_seconds": "What the tokens of those steps would have taken without drafts: an estimate.",
+    "drafter_faults": "Faults while drafting; each cost a round of drafts, see docs/reliability.md.",
 }
+OFF = "speculation_off"
+OFF_HELP = "1 once repeated faults have switched speculation off until a restart, else 0."
 LENGTHS = "draft_length_rounds"
 LENGTHS_HELP = "Rounds by the number of draft tokens judged."
 
@@ -60,6 +64,10 @@ class DraftCollector(Collector):
             for engine, figures in published.items():
                 family.add_metric([engine], figures[name])
             yield family
+        family = GaugeMetricFamily(f"eesd:{OFF}", OFF_HELP, labels=["engine"])
+        for engine, figures in published.items():
+            family.add_metric([engine], int(figures[OFF]))
+        yield family
         family = CounterMetricFamily(f"eesd:{LENGTHS}", LENGTHS_HELP, labels=["engine", "length"])
         for engine, figures in published.items():
             for length, rounds in enumerate(figures[LENGTHS]):
@@ -88,16 +96,23 @@ def make_metrics_directory() -> str:
     return directory
 
 
-def publish(directory: str, engine: int, stats: DraftStats) -> None:
-    """Keep a file with these counters up to date from a thread, for as long as they exist and the directory does."""
-    reference = weakref.ref(stats)
-    threading.Thread(target=_publish_on, args=(directory, engine, reference), name="eesd-metrics", daemon=True).start()
+def publish(directory: str, engine: int, stats: DraftStats, breaker: CircuitBreaker | None = None) -> None:
+    """Keep a file with these counters up to date from a thread, for as long as `stats` exists and the directory does.
+
+    Args:
+        directory: of `make_metrics_directory`.
+        engine: its number, the label of its metrics.
+        stats: what rounds counted.
+        breaker: what faults while drafting did; None where a fault ends the engine (Model Runner V2).
+    """
+    arguments = (directory, engine, weakref.ref(stats), breaker or CircuitBreaker())
+    threading.Thread(target=_publish_on, args=arguments, name="eesd-metrics", daemon=True).start()
 
 
-def _publish_on(directory: str, engine: int, reference: weakref.ref[DraftStats]) -> None:
+def _publish_on(directory: str, engine: int, reference: weakref.ref[DraftStats], breaker: CircuitBreaker) -> None:
     path, last, pause = Path(directory) / f"{engine}.json", None, threading.Event()
     while (stats := reference()) is not None:
-        figures = _figures(stats)
+        figures = _figures(stats) | breaker.as_dict()
         del stats
         if figures != last:
             try:

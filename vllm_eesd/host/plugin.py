@@ -177,11 +177,14 @@ def _wrap_validate_params(original: Callable[..., Any]) -> Callable[..., Any]:
     def _validate_params(self, params, *args, **kwargs):
         validated = original(self, params, *args, **kwargs)
         if self.speculative_config is not None and (extra_args := getattr(params, "extra_args", None)):
-            from vllm_eesd.host.speculative import EESDSpeculativeConfig
+            from vllm_eesd.host.speculative import EESDSpeculativeConfig, RequestRefused
             from vllm_eesd.request_options import RequestOptions
 
             if isinstance(self.speculative_config, EESDSpeculativeConfig):
-                RequestOptions.parse(extra_args)
+                try:
+                    RequestOptions.parse(extra_args)
+                except ValueError as error:
+                    raise RequestRefused(str(error)) from None
         return validated
 
     return _validate_params

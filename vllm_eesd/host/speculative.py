@@ -9,7 +9,7 @@ from typing import Any
 
 from vllm_eesd.config import EESDConfig
 from vllm_eesd.exit_head.checkpoint import ExitHeadConfig, Verifier, read_tensors
-from vllm_eesd.host.compat import ModelConfig, ParallelConfig, SpeculativeConfig
+from vllm_eesd.host.compat import ModelConfig, ParallelConfig, SpeculativeConfig, VLLMValidationError
 from vllm_eesd.host.environment import Environment, read_environment
 from vllm_eesd.host.metrics import make_metrics_directory
 from vllm_eesd.policy import BetaPosterior, build_policy
@@ -29,6 +29,13 @@ SUPPORTED_ARCHITECTURES = (
 #: Source: the benchmark table of Hugging Face's LayerSkip article (data set ariG23498/layer-skip-assets).
 LAYERSKIP_EXIT_LAYERS = {"facebook/layerskip-llama2-7B": 4}
 PROPOSER = "vllm_eesd.host.v1.EarlyExitProposer"
+
+
+class RequestRefused(VLLMValidationError, ValueError):
+    """A request asks for something that EESD does not know: status 400 with its message.
+
+    Of a `ValueError` that is not vLLM's own the server keeps the message to itself, and answers 500.
+    """
 
 
 class EESDSpeculativeConfig(SpeculativeConfig):
@@ -131,6 +138,12 @@ def check_target_model(target: ModelConfig, parallel: ParallelConfig) -> None:
         )
     if target.get_sliding_window() is not None:
         raise ValueError("eesd: targets with sliding-window attention are not supported; serve this model without eesd")
+    if target.logits_processors:
+        # vLLM would refuse too, but in the worker, whose message only its log shows.
+        raise ValueError(
+            f"eesd: logits_processors={target.logits_processors!r:.200} are not supported (vLLM knows none under "
+            "speculation); leave them out or serve this model without eesd"
+        )
 
 
 def check_runner(environment: Environment, target: ModelConfig, parallel: ParallelConfig, enable_lora: bool) -> None:
@@ -144,10 +157,6 @@ def check_runner(environment: Environment, target: ModelConfig, parallel: Parall
             f"eesd: Model Runner V1 ({environment.runner_reason}) is supported on a CPU only; on "
             f"{environment.platform} EESD drafts on V2: unset VLLM_USE_V2_MODEL_RUNNER"
         )
-    if environment.runner == "V1":
-        return
-    if enable_lora:
-        raise ValueError("eesd: enable_lora is not supported on Model Runner V2; serve the adapters without eesd")
     if parallel.data_parallel_size > 1 and target.is_moe:
         raise ValueError(
             f"eesd: data_parallel_size={parallel.data_parallel_size} is not supported with a mixture of experts (its "
@@ -155,6 +164,8 @@ def check_runner(environment: Environment, target: ModelConfig, parallel: Parall
         )
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
         raise ValueError("eesd: context parallelism is not supported; use tensor_parallel_size instead")
+    if environment.runner == "V2" and enable_lora:
+        raise ValueError("eesd: enable_lora is not supported on Model Runner V2; serve the adapters without eesd")
 
 
 def resolve_exit_head(eesd: EESDConfig, target: ModelConfig) -> tuple[ExitHeadConfig, str | None]:

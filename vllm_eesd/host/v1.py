@@ -55,7 +55,8 @@ class EarlyExitProposer:
         #: None drafts greedily.
         self._sampling = DraftSampling() if config.eesd.draft_sample_method == "probabilistic" else None
         if get_tp_group().rank_in_group == 0:
-            publish(config.metrics_directory, vllm_config.parallel_config.data_parallel_rank, self.stats)
+            rank = vllm_config.parallel_config.data_parallel_rank
+            publish(config.metrics_directory, rank, self.stats, self.breaker)
         self._requests = RunningRequests(max_num_reqs, config.num_speculative_tokens, self.policy)
         #: While set, drafts are recorded instead of verified.
         self.recorder: DenseRecorder | None = None

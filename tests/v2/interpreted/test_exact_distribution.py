@@ -1,12 +1,26 @@
 """Sampled output has the target's distribution where drafts are sampled too, and a planted bug is seen."""
 
+from typing import get_args
+
 import exact_distribution as exact
 import pytest
+import torch
+
+from vllm_eesd.config import EESDConfig
 
 PROMPT = (3, 1, 4, 1, 5)
 SAMPLING = {"temperature": 1.0}
-#: Kernels are interpreted, a sample takes a third of a second: few, of which a planted bug needs fewer.
-NUM_SAMPLES, NUM_SAMPLES_PLANTED = 100, 50
+POLICIES = get_args(EESDConfig.model_fields["policy"].annotation)
+#: In the same batch; so few samples show little more than that they are possible ones, on a GPU there are enough.
+OTHERS = [
+    {"temperature": 0.5},
+    {"temperature": 1.5, "seed": 1000},
+    {"temperature": 1.5, "repetition_penalty": 1.8},
+]
+if torch.cuda.is_available():  # Triton's interpreter cannot run vLLM's kernel for these
+    OTHERS += [{"temperature": 1.0, "top_k": 3}, {"temperature": 1.5, "top_k": 6, "top_p": 0.8}]
+#: Where kernels are interpreted a sample takes a third of a second: few, of which a planted bug needs fewer.
+NUM_SAMPLES, NUM_SAMPLES_PLANTED = (15_000 if torch.cuda.is_available() else 110), 50
 SIGNIFICANCE = 1e-4
 OPTIONS = {"max_num_seqs": 64, "max_model_len": 32, "num_gpu_blocks_override": 256, "block_size": 32}
 
@@ -20,23 +34,30 @@ def target(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def expected(target):
-    return exact.joint_distribution(exact.target_logits(target, PROMPT), PROMPT, SAMPLING)
+    logits = exact.target_logits(target, PROMPT)
+    return [exact.joint_distribution(logits, PROMPT, sampling) for sampling in (SAMPLING, *OTHERS)]
 
 
-def sample(engine, target, head, expected, num_samples, **spec):
-    """Return the verdict on an engine's outputs, and its counters."""
+def sample(engine, target, head, expected, num_samples, requests, **spec):
+    """Return the verdict on an engine's outputs, and its counters.
+
+    Args:
+        expected: the distribution of all `requests` but the last ones, then theirs, one by one.
+    """
     spec |= {"method": "eesd", "model": head, "num_speculative_tokens": 3}
     with engine(target, spec, **OPTIONS) as llm:
-        (counts,) = exact.count_outputs(llm, PROMPT, [SAMPLING], num_samples)
+        counts = exact.count_outputs(llm, PROMPT, requests, num_samples)
         (stats,) = llm.collective_rpc("eesd_stats")
-    return exact.judge([counts], [expected]), stats
+    alike = len(requests) - len(expected) + 1
+    return exact.judge([sum(counts[:alike]), *counts[alike:]], expected), stats
 
 
 def test_sampled_output_has_the_targets_distribution(engine, target, cloned_head, expected):
     """From a draft vocabulary, which is all that drafting from the whole one is, and its logits scattered."""
     head = cloned_head(target, 1, 1, (0, 2, 3, 4, 6, 7))  # the last layer is left out: good, not perfect
     policy = {"policy": "confidence", "policy_args": {"threshold": 0.4}, "draft_sample_method": "probabilistic"}
-    verdict, stats = sample(engine, target, head, expected, NUM_SAMPLES, **policy)
+    requests = [SAMPLING | {"extra_args": {"eesd_policy": name}} for name in POLICIES] + OTHERS
+    verdict, stats = sample(engine, target, head, expected, NUM_SAMPLES, requests, **policy)
     assert verdict.p_value > SIGNIFICANCE, verdict
     assert 0.2 < stats["accepted"] / stats["drafted"] < 0.95
     assert stats["draft_length_histogram"][1] and stats["draft_length_histogram"][2]
@@ -55,5 +76,5 @@ def test_likely_drafts_passed_off_as_sampled_are_noticed(engine, target, cloned_
     monkeypatch.setattr(EarlyExitSpeculator, "_sample", most_probable)
     head = cloned_head(target, 1, 1)
     spec = {"policy": "fixed", "draft_sample_method": "probabilistic"}
-    verdict, _ = sample(engine, target, head, expected, NUM_SAMPLES_PLANTED, **spec)
+    verdict, _ = sample(engine, target, head, expected[:1], NUM_SAMPLES_PLANTED, [SAMPLING], **spec)
     assert verdict.p_value < SIGNIFICANCE

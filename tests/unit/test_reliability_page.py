@@ -1,0 +1,98 @@
+"""docs/reliability.md and docs/compatibility.md are what the results in the repository give, and nothing else."""
+
+import ast
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+#: How a row may end. A "no" is a refusal, in a line that the row's test has read.
+OUTCOMES = ("the same", "every request served", "refused", "not in this vLLM")
+
+
+@pytest.fixture
+def page():
+    spec = importlib.util.spec_from_file_location("reliability_page", REPOSITORY / "benchmarks" / "reliability_page.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def features():
+    path = REPOSITORY / "benchmarks" / "results" / "features.json"
+    return json.loads(path.read_text(encoding="utf-8"))["features"]
+
+
+@pytest.mark.parametrize("name", ["reliability", "compatibility"])
+def test_the_page_is_what_the_results_give(page, name):
+    written = (REPOSITORY / "docs" / f"{name}.md").read_text(encoding="utf-8")
+    assert written == getattr(page, name)(), "run `make reliability`"
+    assert "FAILS" not in written
+
+
+def test_every_row_was_decided_by_a_test_that_exists(features):
+    assert len(features) > 40
+    for entry in features:
+        file, _, rest = entry["test"].partition("::")
+        tree = ast.parse((REPOSITORY / file).read_text(encoding="utf-8"))
+        functions = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+        assert rest.partition("[")[0] in functions, entry
+        assert entry["result"] in ("passed", "skipped") and entry["outcome"].startswith(OUTCOMES), entry
+
+
+@pytest.mark.parametrize(
+    "results, shown",
+    [
+        (["passed", "passed"], "the same answers"),
+        (["skipped"], "not tested here"),
+        (["passed", "failed"], "**FAILS**"),
+        (["passed", "skipped"], "the same answers"),
+    ],
+)
+def test_a_row_says_what_its_tests_saw(page, monkeypatch, tmp_path, results, shown):
+    entries = [
+        {"feature": "a feature", "outcome": "the same answers", "test": f"tests/a.py::test[{number}]", "result": result}
+        for number, result in enumerate(results)
+    ]
+    (tmp_path / "features.json").write_text(json.dumps({"counts": {}, "features": entries}))
+    monkeypatch.setattr(page, "RESULTS", tmp_path)
+    assert page.compatibility().splitlines()[-1] == f"| a feature | {shown} | `a.py::test` |"
+
+
+GOOD = {
+    "minutes": 20,
+    "failures": [],
+    "idle": {"requests_running": 0.0, "kv_cache_usage": 0.0, "slots": 1, "faults_met": 3},
+    "drafter_faults": 3,
+    "speculation_off": False,
+    "accepted": 9,
+    "mib_per_hour": 0.0,
+    "objects_per_hour": 0,
+    "worker_killed": {"all_processes_gone": True, "request_in_flight": "status 500"},
+}
+
+
+@pytest.mark.parametrize(
+    "change, found",
+    [
+        ({}, ""),
+        ({"failures": ["greedy: 'a' is not 'b'"]}, "is not 'b'"),
+        ({"idle": GOOD["idle"] | {"kv_cache_usage": 0.1}}, "KV cache"),
+        ({"idle": GOOD["idle"] | {"slots": 4}}, "4 request slots"),
+        ({"drafter_faults": 4}, "4 faults were counted"),
+        ({"speculation_off": True}, "speculation was switched off"),
+        ({"accepted": 0}, "nothing was ever drafted"),
+        ({"mib_per_hour": 700.0}, "memory rises by 700 MiB"),
+        ({"objects_per_hour": 90_000}, "objects rise by 90000"),
+        ({"worker_killed": {"all_processes_gone": False, "request_in_flight": "status 500"}}, "did not end cleanly"),
+    ],
+)
+def test_the_soak_finds_what_is_wrong(monkeypatch, change, found):
+    monkeypatch.syspath_prepend(str(REPOSITORY / "benchmarks"))
+    import soak
+
+    wrong = soak.judge(GOOD | change)
+    assert len(wrong) == bool(found) and found in "".join(wrong)
