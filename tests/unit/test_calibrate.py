@@ -8,7 +8,6 @@ from argparse import Namespace
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from vllm_eesd.distill.calibrate import Rounds, calibration_errors, count, draft_rounds, fit_prior, run
 from vllm_eesd.distill.generate import greedy_held_out
@@ -24,37 +23,7 @@ PRUNED = torch.tensor([token_id for token_id in range(VOCAB) if token_id % 3 != 
 FLOAT32_TOLERANCE = 1e-5
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory):
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        tie_word_embeddings=False,
-        initializer_range=0.2,
-    )
-    directory = tmp_path_factory.mktemp("target")
-    LlamaForCausalLM(config).save_pretrained(directory)
-    return directory
-
-
-@pytest.fixture
-def text(tmp_path):
-    np.random.default_rng(0).integers(0, VOCAB, 4_000).astype(np.uint16).tofile(tmp_path / "text.bin")
-    return tmp_path / "text.bin"
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(params=["headless", "mlp", "transformer", "deep_context", "mlp, pruned"])

@@ -10,7 +10,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig
 
 from vllm_eesd.distill import losses
 from vllm_eesd.distill.data import TokenData, read_sources, spaced_windows
@@ -27,38 +27,7 @@ VOCAB, LAYERS, SEQ_LEN = 64, 4, 32
 FLOAT32_TOLERANCE = 1e-5
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """These tensors are tiny: a second thread only waits, for long where the machine is busy."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory):
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        tie_word_embeddings=False,
-        initializer_range=0.2,  # the default leaves a random model's logits nearly flat: everything would agree
-    )
-    directory = tmp_path_factory.mktemp("target")
-    LlamaForCausalLM(config).save_pretrained(directory)
-    return directory
-
-
-@pytest.fixture
-def text(tmp_path):
-    np.random.default_rng(0).integers(0, VOCAB, 4_000).astype(np.uint16).tofile(tmp_path / "text.bin")
-    return tmp_path / "text.bin"
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def make_target(model_dir, exit_layer: int = 1) -> Target:

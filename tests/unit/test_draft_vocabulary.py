@@ -23,12 +23,7 @@ VOCAB, LAYERS, SEQ_LEN, SIZE = 64, 4, 32, 24
 FLOAT32_TOLERANCE = 1e-5
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,6 @@ from argparse import Namespace
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from vllm_eesd.distill import probe as probing
 from vllm_eesd.distill.layer_costs import LayerCosts, measure_costs
@@ -23,31 +22,7 @@ VOCAB, LAYERS, SEQ_LEN = 64, 4, 32
 FLOAT32_TOLERANCE = 1e-5
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory):
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        tie_word_embeddings=False,
-        initializer_range=0.2,
-    )
-    directory = tmp_path_factory.mktemp("target")
-    LlamaForCausalLM(config).save_pretrained(directory)
-    return directory
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture
