@@ -76,4 +76,6 @@ def test_the_command_lines_text(spec, target, counts, data):
     except (ValueError, argparse.ArgumentTypeError):
         return
     build(read, target, counts)
+    with pytest.raises(ValueError, match="nested too deeply"):
+        option.type("[" * 100_000)
     assert option.type("eesd") == "eesd" and option.type(json.dumps(spec)) == spec

@@ -35,7 +35,14 @@ def _wrap_create_speculative_config(original: Callable[..., Any]) -> Callable[..
 
 def _or_bare_word(read: Callable[[str], Any]) -> Callable[[str], Any]:
     """Return an argparse type that takes the bare word `eesd` and reads everything else as before."""
-    return lambda text: text if text == "eesd" else read(text)
+
+    def read_or_word(text: str) -> Any:
+        try:
+            return text if text == "eesd" else read(text)
+        except RecursionError:  # argparse makes one line of a ValueError only
+            raise ValueError(f"{text!r:.80} is not valid, its JSON is nested too deeply") from None
+
+    return read_or_word
 
 
 def _wrap_add_cli_args(original: Callable[..., Any]) -> Callable[..., Any]:
