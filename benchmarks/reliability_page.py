@@ -2,7 +2,7 @@
 
 make fuzz EXAMPLES=2000      # benchmarks/results/fuzz.json
 make soak MINUTES=20         # benchmarks/results/soak.json
-make test ARGS="--report benchmarks/results/features.json"
+make test ARGS="--report=benchmarks/results/features.json"
 make reliability
 """
 
