@@ -38,7 +38,7 @@ KINDS = {"greedy": 50, "stream": 15, "disconnect": 10, "sampled": 20, "refused":
 #: A slope is judged from so many minutes on: before, caches still fill.
 JUDGED_FROM_MINUTES = 10
 MOST_MIB_PER_HOUR, MOST_OBJECTS_PER_HOUR = 60.0, 20_000.0
-CLEAN_EXIT_S = 60.0
+CLEAN_EXIT_S = 180.0
 
 
 class Soak:

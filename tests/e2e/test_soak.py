@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-LIMIT_S = 600
+LIMIT_S = 1800
 
 
 @pytest.mark.feature("a mixed load: arrivals, aborts, grammars, refusals, faults", "the same answers")

@@ -5,6 +5,7 @@ import inspect
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from vllm_eesd.host import plugin, seams, v2_seams
@@ -119,3 +120,10 @@ def test_a_worker_can_start_where_numba_was_used():
     plugin.register()
     assert numba.njit(lambda: 1)() == 1
     dispatcher._rebind_kernels([])
+
+
+def test_a_pipeline_rank_without_a_drafter_prepares_its_inputs_as_before():
+    """vLLM makes a drafter on the last rank only; ngram on two ranks must not notice that this plugin is installed."""
+    prepare = plugin._wrap_calc_spec_decode_metadata(lambda self, *args: args)
+    nothing_drafted, cu_num_tokens = np.zeros(2, dtype=np.int32), np.array([3, 5], dtype=np.int32)
+    assert prepare(SimpleNamespace(), nothing_drafted, cu_num_tokens) == (nothing_drafted, cu_num_tokens)

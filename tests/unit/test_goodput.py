@@ -6,7 +6,7 @@ import pytest
 from vllm_eesd.config import MAX_SPECULATIVE_TOKENS
 from vllm_eesd.policy import BetaPosterior, CostModel, build_policy
 from vllm_eesd.policy.calibration import EXPONENT_RANGE
-from vllm_eesd.policy.guard import Guard
+from vllm_eesd.policy.guard import PATIENCE, Guard
 from vllm_eesd.simulate.peers import FixedLength
 from vllm_eesd.simulate.replay import PolicyDrafter, replay
 from vllm_eesd.simulate.run import mix, simulate
@@ -85,10 +85,20 @@ def test_the_last_request_of_a_batch_does_not_pay_the_debt_of_all():
     guard = Guard(PROBE_BUDGET)
     guard.settle(64, cost=2.0, num_tokens=64)
     assert guard.credit == pytest.approx(-64 + 0.64)
-    guard.settle(1, cost=1.0, num_tokens=1)
+    for _ in range(PATIENCE):
+        guard.settle(1, cost=1.0, num_tokens=1)
     assert guard.credit > -1
     guard.admit(1)
     assert guard.may_draft()
+
+
+def test_requests_that_are_passed_over_still_owe_what_they_lost():
+    guard = Guard(PROBE_BUDGET)
+    guard.settle(5, cost=2.0, num_tokens=5)
+    owed = guard.credit
+    for num_reqs in (3, 5) * PATIENCE:
+        guard.settle(num_reqs, cost=1.0, num_tokens=num_reqs)
+    assert guard.credit == pytest.approx(owed + PROBE_BUDGET * 8 * PATIENCE)
 
 
 def test_the_tests_above_would_see_a_policy_without_a_guard():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -10,6 +11,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+LONGEST_WAIT = datetime.timedelta(days=7)
 
 
 @dataclass(frozen=True)
@@ -100,7 +103,8 @@ def launched_processes(device: str, sharded: bool = False) -> Iterator[Processes
         return
     if device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    dist.init_process_group("nccl" if device == "cuda" else "gloo")
+    # The others wait while the first one writes the target's own text, for hours if need be.
+    dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=LONGEST_WAIT)
     try:
         yield Processes(dist.get_rank(), count, sharded)
     finally:

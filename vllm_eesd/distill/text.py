@@ -52,7 +52,9 @@ def text_files(name: str | os.PathLike) -> list[Path]:
             raise ValueError(f"data: {name}: neither a file nor an available data set ({reason:.160})") from None
     if not path.is_dir():
         return [path]  # whoever reads it says what is wrong with it
-    files = sorted(file for file in path.rglob("*") if file.suffix in TEXT_SUFFIXES and file.stat().st_size)
+    files = sorted(
+        file for file in path.rglob("*") if file.suffix in TEXT_SUFFIXES and file.is_file() and file.stat().st_size
+    )
     if not files:
         raise ValueError(f"data: {name}: no text in it; a file's name must end in {', '.join(sorted(TEXT_SUFFIXES))}")
     return files

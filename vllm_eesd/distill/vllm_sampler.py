@@ -13,6 +13,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 from importlib.util import find_spec
 from typing import Any, Self
 
@@ -33,6 +34,8 @@ LAUNCHER_VARIABLES = (
 DEFAULTS = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
 # The engine is in the child itself, so that it ends with it.
 FORCED = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+# For an engine to load the largest targets and start.
+START_LIMIT_S = 1800.0
 
 
 class VllmSampler:
@@ -58,11 +61,16 @@ class VllmSampler:
             stderr=self._log,
             text=True,
         )
+        # One that hangs, on a GPU that others hold, say, shall be given up.
+        too_long = threading.Timer(START_LIMIT_S, self._process.kill)
+        too_long.start()
         try:
             self._read()
         except BaseException:
             self.close()
             raise
+        finally:
+            too_long.cancel()
 
     def continue_windows(self, prompts: Tensor, seq_len: int, temperatures: Tensor, seed: int) -> Tensor:
         """Return the prompts continued to [num_windows, seq_len] int64; see `generate.continue_windows`.

@@ -30,7 +30,9 @@ class DraftVocabulary(nn.Module):
         super().__init__()
         whole, processor = target.lm_head, target.logits_processor
         method = whole.quant_method
-        if not isinstance(method, (UnquantizedEmbeddingMethod, UnquantizedLinearMethod)) or whole.bias is not None:
+        plain = isinstance(method, (UnquantizedEmbeddingMethod, UnquantizedLinearMethod)) and whole.bias is None
+        # A linear method on a CPU has packed the matrix away, and left an empty one.
+        if not plain or whole.weight.ndim != 2:
             raise ValueError(
                 f"eesd: the head has a draft vocabulary, which needs an LM head that is one unquantised matrix; the "
                 f"target's is run by {type(method).__name__}: distill a head without --draft-vocab"

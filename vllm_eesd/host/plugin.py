@@ -100,9 +100,11 @@ def _wrap_calc_spec_decode_metadata(original: Callable[..., Any]) -> Callable[..
     def _calc_spec_decode_metadata(self, num_draft_tokens, cu_num_scheduled_tokens):
         from vllm_eesd.host.v1 import EarlyExitProposer
 
-        if num_draft_tokens.any() or not isinstance(self.drafter, EarlyExitProposer):
+        # Every pipeline rank prepares inputs, the last one alone has a drafter.
+        drafter = getattr(self, "drafter", None)
+        if num_draft_tokens.any() or not isinstance(drafter, EarlyExitProposer):
             return original(self, num_draft_tokens, cu_num_scheduled_tokens)
-        return self.drafter.nothing_to_verify(cu_num_scheduled_tokens)
+        return drafter.nothing_to_verify(cu_num_scheduled_tokens)
 
     return _calc_spec_decode_metadata
 

@@ -8,6 +8,9 @@ REQUEST_ALLOWANCE = 2.0
 MAX_CREDIT = 8.0
 #: Rounds until the next probe: twice as many after each fruitless one, up to this many times what the budget allows.
 FIRST_WAIT, MAX_BACKOFF = 2.0, 8.0
+#: Rounds for which fewer requests must have decoded before the others are taken to have ended: the scheduler passes
+#: over running ones too.
+PATIENCE = 32
 
 
 class Guard:
@@ -26,7 +29,8 @@ class Guard:
     def __init__(self, probe_budget: float) -> None:
         self.probe_budget = probe_budget
         self.credit = 0.0
-        self._num_reqs = 0
+        #: The requests a debt is shared among, and the rounds since fewer than these have decoded.
+        self._debtors = self._fewer_for = 0
         self._wait = 0.0
         self._next_wait = FIRST_WAIT
 
@@ -69,7 +73,9 @@ class Guard:
         self._wait -= 1.0
         if gain > 0:
             self.paid()
-        if self.credit < 0 and num_reqs < self._num_reqs:
-            self.credit *= num_reqs / self._num_reqs
-        self._num_reqs = num_reqs
+        self._fewer_for = self._fewer_for + 1 if num_reqs < self._debtors else 0
+        if self._fewer_for >= PATIENCE and self.credit < 0:
+            self.credit *= num_reqs / self._debtors
+        if self._fewer_for in (0, PATIENCE):
+            self._debtors, self._fewer_for = num_reqs, 0
         self.credit = min(self.credit + gain + self.probe_budget * num_reqs, MAX_CREDIT * num_reqs)
