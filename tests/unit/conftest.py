@@ -18,7 +18,13 @@ def one_thread():
 
 
 @pytest.fixture(scope="module")
-def model_dir(tmp_path_factory):
+def eos_token_id():
+    """The tiny target's end of a text; a module may say otherwise."""
+    return 2
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory, eos_token_id):
     """Directory of a random Llama."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -34,6 +40,7 @@ def model_dir(tmp_path_factory):
         max_position_embeddings=128,
         tie_word_embeddings=False,
         initializer_range=0.2,  # the default leaves a random model's logits nearly flat: everything would agree
+        eos_token_id=eos_token_id,
     )
     directory = tmp_path_factory.mktemp("target")
     LlamaForCausalLM(config).save_pretrained(directory)

@@ -7,7 +7,6 @@ from argparse import Namespace
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from vllm_eesd.distill import losses, vocabulary
 from vllm_eesd.distill.data import TokenData
@@ -22,28 +21,12 @@ from vllm_eesd.exit_head.draft_vocabulary import token_ids_of
 VOCAB, LAYERS, SEQ_LEN, SIZE = 64, 4, 32, 24
 FLOAT32_TOLERANCE = 1e-5
 
-
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")
-def model_dir(tmp_path_factory):
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        tie_word_embeddings=False,
-        initializer_range=0.2,
-        eos_token_id=61,
-    )
-    directory = tmp_path_factory.mktemp("target")
-    LlamaForCausalLM(config).save_pretrained(directory)
-    return directory
+def eos_token_id():
+    return 61
 
 
 @pytest.fixture

@@ -104,7 +104,9 @@ def _wrap_calc_spec_decode_metadata(original: Callable[..., Any]) -> Callable[..
         drafter = getattr(self, "drafter", None)
         if num_draft_tokens.any() or not isinstance(drafter, EarlyExitProposer):
             return original(self, num_draft_tokens, cu_num_scheduled_tokens)
-        return drafter.nothing_to_verify(cu_num_scheduled_tokens)
+        from vllm_eesd.host.verification import nothing_to_verify
+
+        return nothing_to_verify(cu_num_scheduled_tokens)
 
     return _calc_spec_decode_metadata
 

@@ -102,10 +102,6 @@ class EarlyExitProposer:
             "eesd: the seam at GPUModelRunner.propose_draft_token_ids is not installed; run `eesd doctor`"
         )
 
-    def nothing_to_verify(self, cu_num_scheduled_tokens: np.ndarray) -> Any:
-        """Return vLLM's SpecDecodeMetadata of a step without drafts, see `verification.nothing_to_verify`."""
-        return verification.nothing_to_verify(cu_num_scheduled_tokens)
-
     def sample(self, runner: Any, host_sample: Any, logits: torch.Tensor, metadata: Any) -> Any:
         """Return vLLM's SamplerOutput of a step, see `verification.sample`."""
         return verification.sample(runner, host_sample, logits, metadata, self._sampling)
