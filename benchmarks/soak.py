@@ -31,7 +31,7 @@ from vllm_eesd.bench.hardware import provenance
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = ROOT / "models" / "eesd-code-10m"
-#: Faults come in twos: three close together switch speculation off, which a soak does not want.
+#: Where faults are planted in turn, never so many so close together that they switch speculation off.
 FAULT_PLACES = ("step", "policy", "requests")
 #: Shares of the load.
 KINDS = {"greedy": 50, "stream": 15, "disconnect": 10, "sampled": 20, "refused": 5}

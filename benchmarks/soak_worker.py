@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from typing import Any
 
+from vllm_eesd.host.circuit_breaker import MAX_FAULTS
 from vllm_eesd.host.worker import WorkerExtension
 
 
@@ -21,7 +22,7 @@ class SoakExtension(WorkerExtension):
         }
 
     def soak_inject(self, place: str) -> None:
-        """Make the next call at `place` do its work and then raise.
+        """Make the next call at `place` do its work and then raise, unless one more fault would end speculation.
 
         Args:
             place: "step" (one draft step, its KV written), "policy" or "requests".
@@ -32,7 +33,7 @@ class SoakExtension(WorkerExtension):
             "policy": (drafter.policy, "begin_round"),
             "requests": (drafter._requests, "draft_limits"),
         }[place]
-        if owner is None:
+        if owner is None or drafter.breaker.recent >= MAX_FAULTS - 1:
             return
         original = getattr(owner, name)
 

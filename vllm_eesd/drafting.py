@@ -7,6 +7,7 @@ from typing import Protocol
 
 import numpy as np
 
+from vllm_eesd.continuations import NgramContinuations
 from vllm_eesd.policy import DraftLengthPolicy
 
 
@@ -31,6 +32,7 @@ def draft_round(
     slots: np.ndarray,
     bonus_token_ids: np.ndarray,
     limits: np.ndarray,
+    continuations: NgramContinuations | None = None,
 ) -> list[list[int]]:
     """Return the draft of every row, as long as the policy wants it and `limits` allows.
 
@@ -40,9 +42,10 @@ def draft_round(
         slots: [num_rows] int64, the policy's slot of each row.
         bonus_token_ids: [num_rows] int64, the token the target just emitted.
         limits: [num_rows] int64, the longest draft each row may have; 0 drafts nothing.
+        continuations: what the rows' texts suggest: the policy may submit it instead of drafting.
     Returns:
         num_rows lists of token ids, of ragged lengths.
-    Source: arXiv 2406.03853, algorithm 1.
+    Source: arXiv 2406.03853, algorithm 1; the continuations are this project's.
     """
     drafts: list[list[int]] = [[] for _ in slots]
     token_ids, confidence, num_drafted = bonus_token_ids, None, 0
@@ -50,10 +53,17 @@ def draft_round(
         return drafts
     policy.begin_round(slots, limits)
     rows = np.arange(len(slots))
-    while True:
+    if continuations is not None:
+        copied = np.minimum(policy.copy(slots, continuations.chances(slots)), limits)
+        if copied.any():
+            for row in np.flatnonzero(copied).tolist():
+                drafts[row] = continuations.tokens[slots[row], : copied[row]].tolist()
+            rows = np.flatnonzero(copied == 0)
+            slots, token_ids, limits = slots[rows], token_ids[rows], limits[rows]
+    while len(rows):
         going_on = policy.draft_more(slots, num_drafted, confidence) & (limits > num_drafted)
         if not going_on.any():
-            return drafts
+            break
         if not going_on.all():
             rows, token_ids = rows[going_on], token_ids[going_on]
             slots, limits = slots[going_on], limits[going_on]
@@ -61,6 +71,7 @@ def draft_round(
         for row, token_id in zip(rows.tolist(), token_ids.tolist(), strict=False):
             drafts[row].append(token_id)
         num_drafted += 1
+    return drafts
 
 
 class RequestSlots:

@@ -8,6 +8,7 @@ and one line per request and round, in the order the target judged them:
 
     {"request": id, "at_s": seconds since the header, when the round's drafting began,
      "draft": [token ids the target judged], "confidences": [one per draft token, 3 digits, null if unknown],
+     "copied": whether the draft is an n-gram continuation (then it has no confidences),
      "accepted": how many of them, from the left, "emitted": [token ids: the accepted ones and the target's own],
      "batch": requests that decoded in the step, "draft_steps_ms": [of the batch], "draft_rest_ms": of the batch,
      "verify_ms": the step outside drafting, "plain_ms": what the cost model takes a plain step of that batch to cost,
@@ -140,6 +141,7 @@ class RoundTrace:
         }
         step = {"judged": judged, "confidences": policy.confidences_of(slots), "shared": shared}
         step["posterior"] = policy.posterior_of(slots)
+        step["copied"] = (policy.copied_of(slots) > 0).tolist()
         with self._lock:
             if len(self._waiting) < MAX_WAITING:
                 self._waiting.append(step)
@@ -188,6 +190,7 @@ def _lines(step: dict[str, Any]) -> Iterator[dict[str, Any]]:
             "request": judged.request_id,
             "draft": judged.draft,
             "confidences": [None if value != value else round(value, 3) for value in confidences],
+            "copied": step["copied"][row],
             "accepted": len(judged.emitted) - 1,
             "emitted": judged.emitted,
             **shared,

@@ -47,6 +47,8 @@ class DraftStats:
     decode_ms: float = 0.0
     plain_ms: float = 0.0
     not_finite: int = 0
+    copied: int = 0
+    copied_accepted: int = 0
     #: Lists: counting one round in them takes a tenth of what an array takes.
     draft_length_histogram: list[int] = field(init=False)
     accepted_length_histogram: list[int] = field(init=False)
@@ -59,7 +61,7 @@ class DraftStats:
         self.reset()
 
     def reset(self) -> None:
-        self.rounds = self.emitted = self.not_finite = 0
+        self.rounds = self.emitted = self.not_finite = self.copied = self.copied_accepted = 0
         self.decode_ms = self.plain_ms = 0.0
         self.draft_length_histogram = [0] * (self.num_speculative_tokens + 1)
         self.accepted_length_histogram = [0] * (self.num_speculative_tokens + 1)
@@ -79,6 +81,11 @@ class DraftStats:
         self.emitted += num_accepted + 1
         self.draft_length_histogram[num_drafted] += 1
         self.accepted_length_histogram[num_accepted] += 1
+
+    def count_copied(self, num_tokens: int, num_accepted: int) -> None:
+        """Add draft tokens, of rounds counted otherwise, that were copied from the text instead of drafted."""
+        self.copied += num_tokens
+        self.copied_accepted += num_accepted
 
     def count_time(self, decode_ms: float, plain_ms: float) -> None:
         """Add the time of a step in which everybody decoded, and what its tokens would have taken without drafts.
@@ -114,6 +121,7 @@ class DraftStats:
         return (
             f"{self.emitted / max(self.rounds, 1):.2f} tokens a round, {drafted / max(self.rounds, 1):.2f} drafted, "
             f"{accepted / max(drafted, 1):.0%} of them accepted, "
+            f"{self.copied / max(drafted, 1):.0%} copied from the text, "
             f"{self.draft_length_histogram[0] / max(self.rounds, 1):.0%} of rounds without a draft; "
             f"estimated speedup over plain decoding: {'unknown' if speedup is None else f'{speedup:.2f}x'}"
         )
@@ -133,6 +141,8 @@ class DraftStats:
             "drafted": int(reached.sum()),
             "accepted": int(accepted.sum()),
             "emitted": self.emitted,
+            "copied": self.copied,
+            "copied_accepted": self.copied_accepted,
             "drafted_per_position": reached.tolist(),
             "accepted_per_position": accepted.tolist(),
             "draft_length_histogram": list(self.draft_length_histogram),

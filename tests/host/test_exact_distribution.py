@@ -13,7 +13,9 @@ from vllm_eesd.kernels import rejection_reference
 
 from vllm_eesd.config import EESDConfig
 from vllm_eesd.host import circuit_breaker, verification
+from vllm_eesd.host.draft_sampling import DraftSampling
 from vllm_eesd.policy import CostModel
+from vllm_eesd.policy.goodput import Goodput
 
 #: Some tokens of the vocabulary twice and some not at all, so that penalties differ between tokens.
 PROMPT = (3, 1, 4, 1, 5)
@@ -46,7 +48,7 @@ NUM_SAMPLES = 15_000
 NUM_SAMPLES_PLANTED = 5_000
 #: The chance that a right suite fails, shared out among its comparisons (Bonferroni).
 FAMILY_ERROR = 1e-4
-NUM_COMPARISONS = 1 + len(DRAFT_SAMPLE_METHODS) * (1 + len(POLICIES) + 2 + len(ONE_KIND)) + 4
+NUM_COMPARISONS = 1 + len(DRAFT_SAMPLE_METHODS) * (1 + len(POLICIES) + 2 + 2 + len(ONE_KIND)) + 4
 SIGNIFICANCE = FAMILY_ERROR / NUM_COMPARISONS
 
 
@@ -240,6 +242,35 @@ def test_faults_while_drafts_are_drawn_bias_nothing(llm, distributions, monkeypa
     breaker = drafter_of(llm).breaker
     assert breaker.num_faults >= len(faults) and not breaker.is_open
     counts["planted faults survived"] += len(faults)
+
+
+def copy_whatever_there_is(monkeypatch):
+    """`goodput` copies every continuation to its end, however unlikely."""
+
+    def copy(self, slots, chances):
+        self.copied[slots] = np.where(chances[:, 1] > 0, self._limits[slots], 0)
+        return self.copied[slots]
+
+    monkeypatch.setattr(Goodput, "copy", copy)
+
+
+@pytest.mark.feature("sampling, n-gram continuations", "the same distribution")
+@pytest.mark.parametrize("llm", DRAFT_SAMPLE_METHODS, indirect=True)
+@pytest.mark.parametrize("names", [OURS, tuple(SAMPLINGS)], ids=["ours", "vllm"])
+def test_copied_continuations(llm, distributions, monkeypatch, names):
+    copy_whatever_there_is(monkeypatch)
+    verdict, stats = verdict_on(llm, distributions, names, policy="goodput")
+    assert verdict.p_value > SIGNIFICANCE, verdict
+    assert NUM_SAMPLES // 10 < stats["copied_accepted"] < stats["copied"] - NUM_SAMPLES // 10, stats
+    assert stats["drafted"] > stats["copied"]
+
+
+@pytest.mark.parametrize("llm", ["probabilistic"], indirect=True)
+def test_a_copy_taken_for_a_drawn_draft_is_caught(llm, distributions, monkeypatch, verified):
+    copy_whatever_there_is(monkeypatch)
+    monkeypatch.setattr(DraftSampling, "keep_certain", lambda *args: None)
+    verdict, _ = verdict_on(llm, distributions, ["T=1"], NUM_SAMPLES_PLANTED, policy="goodput")
+    assert verdict.p_value < SIGNIFICANCE, verdict
 
 
 class TableDrafter:

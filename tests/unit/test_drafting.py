@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from vllm_eesd.continuations import NgramContinuations
 from vllm_eesd.drafting import RequestSlots, draft_round
 from vllm_eesd.policy import BetaPosterior, DraftLengthPolicy, build_policy
 
@@ -57,6 +58,21 @@ def test_a_row_that_stopped_has_no_say_in_the_confidences():
     _, _, policy = run(lengths=[2, 1], limits=[8, 8])
     np.testing.assert_allclose(policy.seen[1], [0.0, 10.0], rtol=1e-6)
     np.testing.assert_allclose(policy.seen[2], [0.1], rtol=1e-6)
+
+
+def test_rows_that_copy_their_continuation_do_not_draft():
+    texts = np.array([[5, 6, 7, 5, 0], [1, 2, 3, 4, 0], [8, 9, 8, 9, 8]], dtype=np.int32)
+    continuations, every = NgramContinuations(3, 4), np.arange(3)
+    continuations.update(every, texts, every, np.array([4, 4, 5]), np.ones(3, dtype=bool))
+
+    class Copying(Scripted):
+        def copy(self, slots, chances):
+            return np.where(chances[:, 1] > 0, 4, 0)
+
+    model, policy = Counting(), Copying([2, 2, 2])
+    drafts = draft_round(model, policy, every, np.array([0, 100, 200]), np.array([8, 8, 3]), continuations)
+    assert drafts == [[6, 7, 5, 6], [101, 102], [9, 8, 9]]
+    assert model.calls == [([1], 0), ([1], 1)]
 
 
 def test_the_policy_is_told_of_every_drafted_token():

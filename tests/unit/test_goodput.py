@@ -208,3 +208,66 @@ def test_no_fixed_length_is_right_everywhere():
     best = {t.workload: np.argmax([replay(t, FixedLength(), World(), 1, k).goodput_vs_plain for k in range(9)])
             for t in (easy, hard)}  # fmt: skip
     assert best[easy.workload] >= 4 and best[hard.workload] == 0
+
+
+def copying_policy(draft_ms=0.5, verify_ms=0.1, num_reqs=2, **policy_args):
+    """A goodput policy with known costs: plain steps take 4 ms, each token verified and each draft step so much."""
+    costs = CostModel()
+    costs.restore(
+        {
+            "verify_ms": {str(num_reqs): [[k, 4.0 + verify_ms * k] for k in (0, num_reqs, 32 * num_reqs)]},
+            "draft_step_ms": [[1, draft_ms], [num_reqs, draft_ms]],
+            "draft_round_ms": [[num_reqs, 0.2]],
+        }
+    )
+    policy = build_policy("goodput", BetaPosterior(num_reqs, 7.0, 3.0), 0, policy_args, costs)
+    policy.reset(np.arange(num_reqs))
+    return policy
+
+
+def copied(policy, rates, limits=(8, 8)):
+    """What is copied of continuations whose tokens are accepted with these rates, in one round."""
+    slots = np.arange(len(rates))
+    policy.begin_round(slots, np.array(limits))
+    return policy.copy(slots, np.array(rates)[:, None] ** np.arange(9)).tolist()
+
+
+def test_it_copies_what_is_worth_more_than_drafting():
+    assert copied(copying_policy(), [0.98, 0.98]) == [8, 8]
+    assert copied(copying_policy(), [0.98, 0.01]) == [8, 0]  # the other one drafts
+    assert copied(copying_policy(), [0.98, 0.98], limits=(3, 0)) == [3, 0]
+    dear = copied(copying_policy(verify_ms=1.5), [0.98, 0.7])
+    assert dear[1] < dear[0] <= 8 and dear[1] < 3
+    assert copied(copying_policy(verify_ms=9.0), [0.9, 0.9]) == [0, 0]  # not even that pays
+    assert copied(copying_policy(ngram=False), [0.98, 0.98]) == [0, 0]
+
+
+def test_a_poor_continuation_is_copied_only_where_drafting_costs_too_much():
+    assert copied(copying_policy(draft_ms=0.1), [0.3, 0.3]) == [0, 0]
+    assert min(copied(copying_policy(draft_ms=5.0), [0.3, 0.3])) > 0
+
+
+def test_what_was_copied_teaches_nothing_about_the_exit_head():
+    policy, untouched, slots = copying_policy(), copying_policy(), np.arange(2)
+    for _ in range(30):
+        if copied(policy, [0.98, 0.98]) == [0, 0]:  # the plain round among so many
+            continue
+        policy.observe(slots, np.array([8, 8]), np.array([0, 1]))
+        policy.guard.credit = 10.0
+    np.testing.assert_array_equal(policy.posterior.parameters(slots), untouched.posterior.parameters(slots))
+    assert policy.calibration.state() == untouched.calibration.state()
+
+
+def test_copying_at_a_loss_empties_the_account():
+    policy, slots, rounds = copying_policy(verify_ms=0.4), np.arange(2), 0
+    while any(copied(policy, [0.98, 0.98])):
+        policy.observe(slots, np.array([8, 8]), np.array([0, 0]))
+        rounds += 1
+        assert rounds < 20
+    assert rounds > 0
+
+
+@pytest.mark.parametrize("value", ["yes", 1, None])
+def test_a_wrong_ngram_setting_is_refused(value):
+    with pytest.raises(ValueError, match="policy_args.ngram=.* true or false"):
+        copying_policy(ngram=value)

@@ -10,7 +10,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE = "vllm_eesd"
 
 CORE = {"config", "policy", "stats", "trace", "round_trace", "drafting", "exit_head", "verify", "kernels"}
-CORE |= {"request_options"}
+CORE |= {"request_options", "continuations"}
 # Part -> parts of this package that it may import, besides itself and the bare package (its version).
 ALLOWED_PARTS = {
     "__init__": {"config"},
@@ -20,6 +20,7 @@ ALLOWED_PARTS = {
     "stats": {"config"},
     "trace": {"config", "policy"},
     "round_trace": {"config", "policy"},
+    "continuations": set(),
     "drafting": CORE,
     "request_options": {"config", "policy"},
     "exit_head": CORE,

@@ -8,11 +8,14 @@ def test_positions_are_counted_unconditionally():
     stats.count("a", draft=[1, 2, 3], emitted=[1, 2, 9])  # two accepted
     stats.count("a", draft=[4], emitted=[4, 5])  # all accepted
     stats.count("b", draft=[], emitted=[7])
+    stats.count_copied(1, 1)
     assert stats.as_dict() == {
         "rounds": 3,
         "drafted": 4,
         "accepted": 3,
         "emitted": 6,
+        "copied": 1,
+        "copied_accepted": 1,
         "drafted_per_position": [2, 1, 1],
         "accepted_per_position": [2, 1, 0],
         "draft_length_histogram": [1, 1, 0, 1],
@@ -22,7 +25,8 @@ def test_positions_are_counted_unconditionally():
     stats.count_time(decode_ms=2.0, plain_ms=3.0)
     assert stats.speedup() == 1.5
     assert stats.summary() == (
-        "2.00 tokens a round, 1.33 drafted, 75% of them accepted, 33% of rounds without a draft; "
+        "2.00 tokens a round, 1.33 drafted, 75% of them accepted, 25% copied from the text, "
+        "33% of rounds without a draft; "
         "estimated speedup over plain decoding: 1.50x"
     )
     stats.reset()

@@ -34,14 +34,16 @@ class CircuitBreaker:
     def __init__(self) -> None:
         self.num_faults = 0
         self.is_open = False
-        self._recent, self._clean_rounds = 0, 0
+        #: Faults not forgiven yet.
+        self.recent = 0
+        self._clean_rounds = 0
 
     def passed(self) -> None:
         """Count a round that went well."""
-        if self._recent:
+        if self.recent:
             self._clean_rounds += 1
             if self._clean_rounds >= FORGIVEN_AFTER_ROUNDS:
-                self._recent = 0
+                self.recent = 0
 
     def fault(self, error: Exception) -> None:
         """Count a round that raised `error` and log one line.
@@ -50,16 +52,16 @@ class CircuitBreaker:
             SystemExit: other ranks wait for this one.
         """
         self.num_faults += 1
-        self._recent, self._clean_rounds = self._recent + 1, 0
+        self.recent, self._clean_rounds = self.recent + 1, 0
         cause = _described(error)
         if get_tp_group().world_size > 1:
             logger.error("eesd: drafting failed on one of several ranks, which ends the engine: %s", cause)
             raise SystemExit(1)
-        self.is_open = self._recent >= MAX_FAULTS
+        self.is_open = self.recent >= MAX_FAULTS
         if self.is_open:
             logger.error(
                 "eesd: drafting failed %d times, speculation is off until a restart; requests go on without it: %s",
-                self._recent,
+                self.recent,
                 cause,
             )
         else:

@@ -74,6 +74,13 @@ class DraftSampling:
         sampling = Sampling(torch.from_numpy(self._temperature[rows]), uniforms=uniforms)
         return choose_tokens(logits, sampling=sampling).token_ids.numpy()
 
+    def keep_certain(self, row: int, token_ids: Sequence[int], vocab_size: int) -> None:
+        """Keep that these tokens are a row's draft for certain: they were copied, not drawn."""
+        if self._temperature[row] > 0 and len(token_ids):
+            logits = torch.full((len(token_ids), vocab_size), -torch.inf)
+            logits[torch.arange(len(token_ids)), torch.tensor(token_ids)] = 0.0
+            self._logits[self._request_ids[row]] = list(logits)
+
     def logits_of(self, request_ids: Sequence[str], num_drafts: Sequence[int], vocab_size: int) -> torch.Tensor | None:
         """Return what these requests' drafts were drawn from; None if none was drawn.
 

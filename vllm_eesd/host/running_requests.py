@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from vllm_eesd.continuations import NgramContinuations
 from vllm_eesd.drafting import RequestSlots
 from vllm_eesd.policy import Dispatch
 from vllm_eesd.request_options import RequestOptions
@@ -27,11 +28,18 @@ class RunningRequests:
         max_num_reqs: the most the engine runs at once.
         num_speculative_tokens: the engine's longest draft.
         policy: told when a slot changes hands.
+        continuations: so are they; None where none are looked for.
     """
 
-    def __init__(self, max_num_reqs: int, num_speculative_tokens: int, policy: Dispatch) -> None:
+    def __init__(
+        self,
+        max_num_reqs: int,
+        num_speculative_tokens: int,
+        policy: Dispatch,
+        continuations: NgramContinuations | None = None,
+    ) -> None:
         self.num_speculative_tokens = num_speculative_tokens
-        self._policy = policy
+        self._policy, self._continuations = policy, continuations
         self._max_num_reqs = max_num_reqs
         self._slots = RequestSlots(max_num_reqs)
         self._token_budget = np.zeros(max_num_reqs, dtype=np.int64)
@@ -91,6 +99,8 @@ class RunningRequests:
             policies.append(options.policy)
         self._policy.choose(slots, policies)
         self._policy.reset(slots, keys)
+        if self._continuations is not None:
+            self._continuations.reset(slots)
 
     def longest_drafts(self, slots: np.ndarray, num_tokens: np.ndarray) -> np.ndarray:
         """Return how many draft tokens, and one more, still fit each request's budget, [num_rows] int64.

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from vllm_eesd.continuations import NgramContinuations
 from vllm_eesd.drafting import draft_round
 from vllm_eesd.host import verification
 from vllm_eesd.host.circuit_breaker import CircuitBreaker
@@ -57,7 +58,8 @@ class EarlyExitProposer:
         if get_tp_group().rank_in_group == 0:
             rank = vllm_config.parallel_config.data_parallel_rank
             publish(config.metrics_directory, rank, self.stats, self.breaker)
-        self._requests = RunningRequests(max_num_reqs, config.num_speculative_tokens, self.policy)
+        self._continuations = NgramContinuations(max_num_reqs, config.num_speculative_tokens)
+        self._requests = RunningRequests(max_num_reqs, config.num_speculative_tokens, self.policy, self._continuations)
         #: While set, drafts are recorded instead of verified.
         self.recorder: DenseRecorder | None = None
         self.round_trace = _open_trace(config)
@@ -167,6 +169,7 @@ class EarlyExitProposer:
             self._rows = DraftRows(runner, self._step, self._layer_names, self._sampling)
         if self._sampling is not None:
             self._sampling.begin_round(runner, scheduler_output.finished_req_ids)
+        continuations = self._continue_texts(batch, slots, num_tokens, limits)
         began = time.perf_counter()
         self._learn_costs(began, decoded, sampled_token_ids, scheduler_output.total_num_scheduled_tokens)
         self._report(began)
@@ -181,13 +184,31 @@ class EarlyExitProposer:
             return sample_hidden_states[self._produced_bonus(batch.req_ids, scheduler_output, sampled_token_ids)]
 
         with self._rows.round(num_tokens - 1, produced_bonus):
-            drafts = draft_round(self._rows, self.policy, slots, bonus_token_ids, limits)
+            drafts = draft_round(self._rows, self.policy, slots, bonus_token_ids, limits, continuations)
+        if self._sampling is not None:
+            for row in np.flatnonzero(self.policy.copied_of(slots)).tolist():
+                self._sampling.keep_certain(row, drafts[row], runner.model_config.get_vocab_size())
         self._round_ended = time.perf_counter()
         self.stats.count_not_finite(self._rows.num_not_finite)
         steps = self._rows.step_times
         rest_ms = (self._round_ended - began) * 1e3 - sum(ms for _, ms in steps)
         self._draft_times = steps, (len(slots), rest_ms) if steps else None
         return self._kept(batch, sampled_token_ids, drafts, slots)
+
+    def _continue_texts(
+        self, batch: Any, slots: np.ndarray, num_tokens: np.ndarray, limits: np.ndarray
+    ) -> NgramContinuations | None:
+        """Return what the texts of the rows that may draft suggest; None if no policy wants it.
+
+        Not while drafts are recorded: a dense trace is about the exit head.
+        """
+        if not self.policy.copies_text or self.recorder is not None:
+            return None
+        rows = np.flatnonzero(limits)
+        drafting = slots[rows]
+        shares = self._requests.shares[drafting]
+        self._continuations.update(drafting, batch.token_ids_cpu, rows, num_tokens[rows], shares)
+        return self._continuations
 
     def _kept(
         self, batch: Any, emitted: list[list[int]], drafts: list[list[int]], slots: np.ndarray
@@ -235,8 +256,11 @@ class EarlyExitProposer:
             decoding = slots if len(rows) == len(slots) else slots[rows]
             if self.round_trace is not None:
                 self.round_trace.add(judged, decoding, self.policy, self._round_ended, *self._draft_times)
-            shares = self._requests.shares[decoding]
-            self.policy.observe(decoding, np.array(verified), np.array(accepted), shares)
+            num_verified, num_accepted = np.array(verified), np.array(accepted)
+            copied = self.policy.copied_of(decoding) > 0
+            if copied.any():
+                self.stats.count_copied(int(num_verified[copied].sum()), int(num_accepted[copied].sum()))
+            self.policy.observe(decoding, num_verified, num_accepted, self._requests.shares[decoding])
         return len(rows)
 
     def _learn_costs(self, now: float, num_decoded: int, emitted: list[list[int]], num_tokens: int) -> None:

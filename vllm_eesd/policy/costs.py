@@ -53,6 +53,7 @@ class CostModel:
         self._profile: tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]] | None = None
         self._verify_curves: dict[tuple[int, int], np.ndarray] = {}
         self._draft_curves: dict[int, np.ndarray] = {}
+        self._round_ms: dict[int, float] = {}
 
     def observe_verify(self, num_reqs: int, num_tokens: int, ms: float) -> None:
         """Count the time of one engine step outside drafting: forward, sampling, scheduler and communication.
@@ -75,6 +76,7 @@ class CostModel:
         """Count what a round that drafted took on top of its draft steps: preparing inputs, deciding."""
         if self._draft_round.add(num_rows, ms):
             self._verify_curves.clear()
+            self._round_ms.clear()
 
     def start_from(self, forwards: list[tuple[int, float]], draft_steps: list[tuple[int, float]]) -> None:
         """Take a profile for the truth until steps are timed; afterwards for what has not been timed.
@@ -124,6 +126,7 @@ class CostModel:
         # A draft step's default is a share of a plain step, so its curve falls with that of verification.
         self._verify_curves.clear()
         self._draft_curves.clear()
+        self._round_ms.clear()
 
     def _verification(self, num_reqs: int, num_drafts: np.ndarray) -> np.ndarray:
         """Time of steps with `num_drafts` drafts in all; growth is borrowed from the nearest batch size that has it."""
@@ -164,10 +167,14 @@ class CostModel:
 
     def round_ms(self, num_reqs: int) -> float:
         """Return what a drafted round costs besides its draft steps."""
-        points = self._draft_round.curve()
-        if points is None:
-            return DEFAULT_ROUND_RATIO * float(self._verification(num_reqs, np.zeros(1))[0])
-        return float(_interpolate(np.array([num_reqs]), *points, default_slope=0.0)[0])
+        if num_reqs not in self._round_ms:
+            points = self._draft_round.curve()
+            if points is None:
+                ms = DEFAULT_ROUND_RATIO * self._verification(num_reqs, np.zeros(1))[0]
+            else:
+                ms = _interpolate(np.array([num_reqs]), *points, default_slope=0.0)[0]
+            self._round_ms[num_reqs] = float(ms)
+        return self._round_ms[num_reqs]
 
     def state(self) -> dict[str, Any]:
         """Return the medians, as JSON takes them: what rank 0 sends to the others, or a profile."""

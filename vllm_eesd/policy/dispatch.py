@@ -36,6 +36,10 @@ class Dispatch(DraftLengthPolicy):
     def needs_confidence(self) -> bool:
         return any(policy.needs_confidence for policy in self._policies.values())
 
+    @property
+    def copies_text(self) -> bool:
+        return any(policy.copies_text for policy in self._policies.values())
+
     def choose(self, slots: np.ndarray, names: Sequence[str | None]) -> None:
         """Set which policy these new requests use, before `reset`; None is the default.
 
@@ -60,6 +64,14 @@ class Dispatch(DraftLengthPolicy):
             return
         for policy, rows in self._split(slots):
             policy.begin_round(slots[rows], limits[rows])
+
+    def copy(self, slots: np.ndarray, chances: np.ndarray) -> np.ndarray:
+        if self._only is not None:
+            return self._only.copy(slots, chances)
+        copied = np.zeros(len(slots), dtype=np.int64)
+        for policy, rows in self._split(slots):
+            copied[rows] = policy.copy(slots[rows], chances[rows])
+        return copied
 
     def draft_more(self, slots: np.ndarray, num_drafted: int, confidence: np.ndarray | None) -> np.ndarray:
         if self._only is not None:
@@ -88,6 +100,12 @@ class Dispatch(DraftLengthPolicy):
         for policy, rows in self._split(slots):
             confidences[rows] = policy.confidences[slots[rows]]
         return confidences
+
+    def copied_of(self, slots: np.ndarray) -> np.ndarray:
+        copied = np.zeros(len(slots), dtype=np.int64)
+        for policy, rows in self._split(slots):
+            copied[rows] = policy.copied[slots[rows]]
+        return copied
 
     def posterior_of(self, slots: np.ndarray) -> np.ndarray:
         parameters = np.empty((2, len(slots)))

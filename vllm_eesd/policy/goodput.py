@@ -48,14 +48,18 @@ class Goodput(DraftLengthPolicy):
     because the first token carries the round's fixed cost and padded batch sizes make costs a staircase.
     Drafting nothing falls out by itself where it is best; `Guard` bounds what being wrong can cost.
 
+    A request whose text continues as it did before need not draft: by the same exchange of tokens for time it copies
+    the continuation where that is worth more than drafting is expected to be.
+
     Args:
         probe_budget: share of the time that drafting may lose against plain decoding in the long run.
+        ngram: whether to copy n-gram continuations.
     Raises:
-        ValueError: probe_budget is not in (0, 0.5].
+        ValueError: probe_budget is not in (0, 0.5], ngram not a bool.
     Source: for Thompson sampling arXiv 2406.03853, section 3.3; the objective and its batch form are this project's.
     """
 
-    ARGS: ClassVar[tuple[str, ...]] = ("probe_budget",)
+    ARGS: ClassVar[tuple[str, ...]] = ("probe_budget", "ngram")
     needs_confidence = True
 
     def __init__(
@@ -65,10 +69,14 @@ class Goodput(DraftLengthPolicy):
         costs: CostModel | None = None,
         calibration: Calibration | None = None,
         probe_budget: float = 0.01,
+        ngram: bool = True,
     ) -> None:
         super().__init__(posterior, seed, costs, calibration)
         if not isinstance(probe_budget, (int, float)) or not 0 < probe_budget <= 0.5:
             raise ValueError(f"eesd: policy_args.probe_budget={probe_budget!r:.80} is not valid: above 0, at most 0.5")
+        if not isinstance(ngram, bool):
+            raise ValueError(f"eesd: policy_args.ngram={ngram!r:.80} is not valid: true or false")
+        self.copies_text = ngram
         posterior.fade(DISCOUNT, IDLE_DISCOUNT)
         posterior.learn_priors(PRIOR_MEMORY, PRIOR_WEIGHT)
         self.guard = Guard(probe_budget)
@@ -88,6 +96,7 @@ class Goodput(DraftLengthPolicy):
         nobody = np.zeros(0, dtype=np.int64)
         self.begin_round(nobody, nobody)
         self._rounds = 0
+        self._copy(nobody, np.zeros((0, 2)))
         self._draw(nobody)
         self._survive(nobody, 1, nobody.astype(np.float32))
         self._worthwhile(nobody, 0)
@@ -97,9 +106,11 @@ class Goodput(DraftLengthPolicy):
         self.guard.admit(len(slots))
 
     def begin_round(self, slots: np.ndarray, limits: np.ndarray) -> None:
-        num_rows, longest = len(slots), int(limits.max(initial=0))
+        self._num_reqs = num_rows = len(slots)
+        longest = int(limits.max(initial=0))
         self._rounds += 1
-        self._num_drafts = 0
+        self._num_drafts = self._num_copied = 0
+        self.copied[slots] = 0
         self._limits[slots], self._survival[slots] = limits, 1.0
         self._longest = longest
         self._verify, self._draft = self._curves(num_rows)
@@ -128,6 +139,28 @@ class Goodput(DraftLengthPolicy):
         """Times of verification by drafts and of a draft step by rows; two tokens a row more than can be drafted."""
         most = num_reqs * (MAX_SPECULATIVE_TOKENS + 2)
         return self.costs.verify_curve(num_reqs, most), self.costs.draft_curve(num_reqs)
+
+    def copy(self, slots: np.ndarray, chances: np.ndarray) -> np.ndarray:
+        if not (self.copies_text and self._longest and self.guard.may_draft()) or self._wants_plain:
+            return np.zeros(len(slots), dtype=np.int64)
+        copied = self._copy(slots, chances)
+        self.copied[slots] = copied
+        self.confidences[slots[copied > 0]] = np.nan
+        self._num_drafts = self._num_copied = int(copied.sum())
+        return copied
+
+    def _copy(self, slots: np.ndarray, chances: np.ndarray) -> np.ndarray:
+        return plan.worth_copying(
+            slots,
+            self._longest,
+            self._limits,
+            self._chain,
+            chances,
+            self._verify,
+            self._draft,
+            self.costs.round_ms(len(slots)),
+            self._rate,
+        )
 
     def draft_more(self, slots: np.ndarray, num_drafted: int, confidence: np.ndarray | None) -> np.ndarray:
         if num_drafted == 0:
@@ -159,7 +192,7 @@ class Goodput(DraftLengthPolicy):
 
     def _probe(self, slots: np.ndarray) -> np.ndarray:
         """Return the rows that draft a first token only to learn: the most promising few whose loss is affordable."""
-        num_rows = len(slots)
+        num_rows = self._num_reqs
         alpha, beta = self.posterior.parameters(slots)
         mean = alpha / (alpha + beta)
         hope = mean + OPTIMISM * np.sqrt(mean * (1 - mean) / (alpha + beta + 1))
@@ -169,7 +202,7 @@ class Goodput(DraftLengthPolicy):
         cost = num_rows * ((self._verify[many] + self._draft[many]) / self._verify[0] - 1)
         loss = cost - np.cumsum(mean[rows])
         affordable = np.flatnonzero(cost <= self.guard.credit)
-        probed = np.zeros(num_rows, dtype=bool)
+        probed = np.zeros(len(slots), dtype=bool)
         if len(affordable):
             probed[rows[: affordable[-1] + 1]] = True
             self.guard.probed(num_rows, loss[affordable[-1]])
@@ -190,18 +223,36 @@ class Goodput(DraftLengthPolicy):
             self._verify,
             self._draft,
             self._rate * (1 - OPTION_VALUE / max(len(slots), 1)),
+            # Where all that is verified so far was copied, the first draft step also costs what any drafted round does.
+            self.costs.round_ms(self._num_reqs) if num_drafted == 0 < self._num_copied else 0.0,
         )
 
     def observe(
         self, slots: np.ndarray, num_verified: np.ndarray, num_accepted: np.ndarray, shares: np.ndarray | None = None
     ) -> None:
         super().observe(slots, num_verified, num_accepted, shares)
-        num_reqs, num_drafts = len(slots), int(num_verified.sum())
+        num_reqs = len(slots)
         num_tokens = num_reqs + int(num_accepted.sum())
-        cost = 1.0
-        if num_drafts:
-            verify, draft = self._curves(num_reqs)
-            rows = (num_verified[:, None] > np.arange(num_verified.max())).sum(axis=0)
-            cost = float((verify[num_drafts] + draft[rows].sum()) / verify[0])
-        self.guard.settle(num_reqs, cost, num_tokens)
+        cost, gain_of_drafts = 1.0, None
+        if num_verified.any():
+            cost, cost_of_drafts = self._round_cost(num_reqs, num_verified, self.copied[slots] > 0)
+            if cost_of_drafts < cost - 1.0:
+                gain_of_drafts = int(num_accepted[self.copied[slots] == 0].sum()) - num_reqs * cost_of_drafts
+        self.guard.settle(num_reqs, cost, num_tokens, gain_of_drafts)
         self.speedup += (num_tokens / (num_reqs * cost) - self.speedup) / SPEEDUP_ROUNDS
+
+    def _round_cost(self, num_reqs: int, num_verified: np.ndarray, copied: np.ndarray) -> tuple[float, float]:
+        """Return a round's time, and that of drafting and of verifying what was drafted, in plain steps.
+
+        Args:
+            num_verified: [num_reqs], not all 0.
+            copied: [num_reqs] bool, whose were copied.
+        """
+        verify, draft = self._curves(num_reqs)
+        copied_ms = float(verify[num_verified[copied].sum()])
+        drafted = num_verified[~copied]
+        if not drafted.any():
+            return (copied_ms - self.costs.round_ms(num_reqs)) / float(verify[0]), 0.0
+        rows = (drafted[:, None] > np.arange(drafted.max())).sum(axis=0)
+        ms = float(verify[num_verified.sum()] + draft[rows].sum())
+        return ms / float(verify[0]), (ms - copied_ms) / float(verify[0])

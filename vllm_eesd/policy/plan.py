@@ -80,6 +80,7 @@ def worthwhile(
     verify: np.ndarray,
     draft: np.ndarray,
     rate: float,
+    first_ms: float,
 ) -> np.ndarray:
     """Return the rows that draft one more, none if no number of further steps pays for itself.
 
@@ -91,6 +92,7 @@ def worthwhile(
         verify: ms by number of drafts verified.
         draft: ms of a draft step by number of rows.
         rate: tokens per ms that drafting must beat.
+        first_ms: what the next step costs besides.
     Returns:
         [num_rows] bool.
     """
@@ -107,7 +109,7 @@ def worthwhile(
         # For the steps behind the next one costs are taken as straight lines.
         slope = (verify[num_drafts + (depth + 1) * num_rows] - verify[num_drafts + num_rows]) / (depth * num_rows)
         least = rate * (slope + (draft[num_rows] - draft[1]) / (num_rows - 1))
-    tokens, ms, drafts = 0.0, -verify[num_drafts], num_drafts
+    tokens, ms, drafts = 0.0, first_ms - verify[num_drafts], num_drafts
     for j in range(depth):
         rows = 0
         for row in range(num_rows):
@@ -138,3 +140,58 @@ def _worth_the_next_step(
     chosen = np.zeros(len(gain), dtype=np.bool_)
     chosen[order[:best]] = True
     return chosen
+
+
+@numba.njit(cache=True)
+def worth_copying(
+    slots: np.ndarray,
+    longest: int,
+    limits: np.ndarray,
+    chain: np.ndarray,
+    chances: np.ndarray,
+    verify: np.ndarray,
+    draft: np.ndarray,
+    round_ms: float,
+    rate: float,
+) -> np.ndarray:
+    """Return how many tokens of its continuation each row submits, 0 where drafting is expected to be worth more.
+
+    Costs of rows are taken one by one for that comparison, with a share in what the batch pays together; how many
+    tokens are copied in all is then decided with the batch's own times.
+
+    Args:
+        longest, limits, chain: see `worthwhile`.
+        chances: [num_rows, any + 1], that all of the continuation's first j tokens are accepted.
+        verify: ms by number of tokens verified; from 1 on with `round_ms`, which copying does not cost.
+        draft: ms of a draft step by number of rows.
+        rate: tokens per ms that it must beat.
+    Returns:
+        [num_rows] int64.
+    """
+    num_rows, depth = len(slots), min(longest, chances.shape[1] - 1)
+    copied = np.zeros(num_rows, dtype=np.int64)
+    if num_rows == 0 or depth == 0:
+        return copied
+    each = rate * (verify[(depth + 1) * num_rows] - verify[num_rows]) / (depth * num_rows)
+    step, start = rate * draft[num_rows] / num_rows, rate * round_ms / num_rows
+    gain = np.zeros((num_rows, depth))
+    for row, slot in enumerate(slots):
+        copying = drafting = most = 0.0
+        for j in range(1, min(depth, limits[slot]) + 1):
+            copying += max(chances[row, j] - each, 0.0)
+            drafting += chain[slot, j] - each - step
+            most = max(most, drafting)
+        if copying > most - start:
+            for j in range(min(depth, limits[slot])):
+                gain[row, j] = chances[row, j + 1]
+    order = np.argsort(-gain.ravel(), kind="mergesort")  # stable: a row's tokens stay in their order
+    best, most, tokens = 0, 0.0, 0.0
+    for many in range(1, len(order) + 1):
+        tokens += gain.ravel()[order[many - 1]]
+        value = tokens - rate * (verify[many] - round_ms - verify[0])
+        if value > most:
+            best, most = many, value
+    for many in range(best):
+        if gain.ravel()[order[many]] > 0.0:
+            copied[order[many] // depth] += 1
+    return copied

@@ -36,13 +36,16 @@ class DraftLengthPolicy:
     Attributes:
         ARGS: names allowed in `policy_args`.
         needs_confidence: whether `draft_more` wants the confidence of the last drafted token.
+        copies_text: whether `copy` may return anything but zeros.
         confidences: [max_num_reqs, MAX_SPECULATIVE_TOKENS] float32, of each slot's current draft; NaN if unknown.
+        copied: [max_num_reqs] int64, tokens of each slot's current draft that were copied; then all of them were.
         keyed_by_lora: whether requests of different LoRA adapters start from different learned priors.
         state_file: where learned state is kept over restarts; None: nowhere.
     """
 
     ARGS: ClassVar[tuple[str, ...]] = ()
     needs_confidence: bool = False
+    copies_text: bool = False
     keyed_by_lora: bool = False
     state_file: str | None = None
 
@@ -57,6 +60,7 @@ class DraftLengthPolicy:
         self.costs = CostModel() if costs is None else costs
         self.calibration = Calibration() if calibration is None else calibration
         self.confidences = np.full((posterior.max_num_reqs, MAX_SPECULATIVE_TOKENS), np.nan, dtype=np.float32)
+        self.copied = np.zeros(posterior.max_num_reqs, dtype=np.int64)
         self._generator = np.random.default_rng(seed)
 
     def reset(self, slots: np.ndarray, keys: Sequence[str] | None = None) -> None:
@@ -68,6 +72,7 @@ class DraftLengthPolicy:
         """
         self.posterior.reset(slots, keys if self.keyed_by_lora else None)
         self.confidences[slots] = np.nan
+        self.copied[slots] = 0
 
     def begin_round(self, slots: np.ndarray, limits: np.ndarray) -> None:
         """Prepare a round for these requests, all those of the batch that decode.
@@ -77,11 +82,27 @@ class DraftLengthPolicy:
             limits: [num_rows] int64, the longest draft each may have; 0 drafts nothing.
         """
 
+    def copy(self, slots: np.ndarray, chances: np.ndarray) -> np.ndarray:
+        """Return how many tokens of its n-gram continuation each request submits, within its limit; 0 lets it draft.
+
+        Called once, between `begin_round` and `draft_more`. A continuation is a function of the text emitted so far,
+        so submitting it or not may depend on anything known by then.
+
+        Args:
+            slots: [num_rows] int64, the round's.
+            chances: [num_rows, longest + 1] float64, that all of the continuation's first j tokens are accepted; see
+                `vllm_eesd.continuations`.
+        Returns:
+            [num_rows] int64.
+        """
+        return np.zeros(len(slots), dtype=np.int64)
+
     def draft_more(self, slots: np.ndarray, num_drafted: int, confidence: np.ndarray | None) -> np.ndarray:
         """Return which of these requests draft token `num_drafted` + 1; those at their limit are stopped anyway.
 
         Args:
-            slots: [num_rows] int64, the requests that drafted `num_drafted` tokens this round: all of the round's at 0.
+            slots: [num_rows] int64, the requests that drafted `num_drafted` tokens this round: at 0 all of the round's
+                that copied nothing.
             num_drafted: tokens each of them has drafted so far this round.
             confidence: [num_rows] float32, the draft model's probability of its most probable token where it drew
                 token `num_drafted`; None at 0 and when the draft model was not asked for it.
@@ -102,6 +123,9 @@ class DraftLengthPolicy:
             shares: [num_rows] bool, which may teach what other requests use (the learned prior, the calibration):
                 not those with penalties, bad_words, allowed_token_ids or a grammar. None: all.
         """
+        if self.copied[slots].any():  # what was copied says nothing of the exit head
+            drafted = self.copied[slots] == 0
+            num_verified, num_accepted = num_verified * drafted, num_accepted * drafted
         self.posterior.observe(slots, num_verified, num_accepted, shares)
         if num_verified.any():
             self.calibration.observe(self.confidences[slots], num_verified, num_accepted, shares)
@@ -109,6 +133,10 @@ class DraftLengthPolicy:
     def confidences_of(self, slots: np.ndarray) -> np.ndarray:
         """Return the confidences of these slots' current drafts, [num_rows, MAX_SPECULATIVE_TOKENS] float32."""
         return self.confidences[slots]
+
+    def copied_of(self, slots: np.ndarray) -> np.ndarray:
+        """Return how many tokens of these slots' current drafts were copied, [num_rows] int64."""
+        return self.copied[slots]
 
     def posterior_of(self, slots: np.ndarray) -> np.ndarray:
         """Return alpha and beta of these slots, [2, num_rows] float64."""

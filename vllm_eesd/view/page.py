@@ -97,6 +97,7 @@ def figures(rounds: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
     emitted = sum(len(record["emitted"]) for record in rounds)
     drafted = sum(len(record["draft"]) for record in rounds)
     accepted = sum(record["accepted"] for record in rounds)
+    copied = sum(len(record["draft"]) for record in rounds if record.get("copied"))
     draft_ms, verify_ms = (sum(times(record)[part] for record in rounds) for part in (0, 1))
     plain_ms = sum(record["plain_ms"] * len(record["emitted"]) for record in rounds)
     total_ms = draft_ms + verify_ms
@@ -110,6 +111,7 @@ def figures(rounds: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
         ("tokens per round", ratio(emitted, len(rounds), "{:.2f}")),
         ("drafted per round", ratio(drafted, len(rounds), "{:.2f}")),
         ("of drafts accepted", ratio(accepted, drafted, "{:.0%}")),
+        ("of drafts copied", ratio(copied, drafted, "{:.0%}")),
         ("ms per token", ratio(total_ms, emitted, "{:.2f}")),
         ("of the time drafting", ratio(draft_ms, total_ms, "{:.0%}")),
         ("estimated speedup", ratio(plain_ms, total_ms, "{:.2f}x")),
@@ -126,6 +128,7 @@ def _shown(record: dict[str, Any]) -> dict[str, Any]:
     kept = ("drafted", "confidences", "own", "kind", "batch", "plain_ms", "draft_step_ms", "posterior_mean")
     draft_ms, verify_ms = times(record)
     shown = {name: record[name] for name in (*kept, "posterior_interval", "draft_steps_ms")}
+    shown["copied"] = bool(record.get("copied"))  # a trace of the version before copies has no word of it
     return shown | {"draft_ms": draft_ms, "verify_ms": verify_ms, "num_emitted": len(record["emitted"])}
 
 

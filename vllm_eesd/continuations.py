@@ -1,0 +1,165 @@
+"""N-gram continuations: what followed when the text last ended as it does now, and how often that came true.
+
+Proposing one costs a look at the text instead of draft steps, and whether it would have been right shows in every token
+the target emits, whoever drafted: its acceptance is known without ever having tried it.
+
+Source: prompt lookup, as in vllm/v1/spec_decode/ngram_proposer.py. That the length of the match tells how likely the
+continuation is, is also what suffix decoding uses (arXiv 2411.04975, section 4); the estimate is this project's.
+"""
+
+from __future__ import annotations
+
+import numba
+import numpy as np
+
+#: The longest match told apart from longer ones; and how far back a text is searched, which bounds the time it takes.
+MAX_MATCH, MAX_SEARCHED = 16, 32768
+#: Pseudo-counts of a matched length's rate before anything is seen: m matched tokens are taken for m successes and two
+#: failures. Older outcomes fade.
+SMOOTHING, MEMORY = 8.0, 2000.0
+#: A request's own outcomes by matched length, in classes 1, 2-3, 4-7, 8 and more: the weight of the common rate, in
+#: outcomes, and what one outcome is worth after the next.
+NUM_CLASSES, COMMON_WEIGHT, OWN_KEPT = 4, 16.0, 0.95
+
+
+class NgramContinuations:
+    """The continuation of each running request, and the chance that the target says the same.
+
+    The tokens behind the longest earlier occurrence of the text's end (of several, the latest) are copied, on into the
+    copy itself where the text ends. Token j + 1 of a continuation behind m matched tokens extends a match of m + j: one
+    rate for each matched length, learned over all requests and leaned on by each request's own outcomes, gives them
+    all.
+
+    Args:
+        max_num_reqs: request slots.
+        longest: tokens of a continuation.
+    Attributes:
+        tokens: [max_num_reqs, longest] int64, each slot's continuation.
+    """
+
+    def __init__(self, max_num_reqs: int, longest: int) -> None:
+        self.tokens = np.zeros((max_num_reqs, longest), dtype=np.int64)
+        #: Tokens matched, 0 for no continuation, and the length of the text it continues.
+        self._matched = np.zeros(max_num_reqs, dtype=np.int64)
+        self._text_length = np.zeros(max_num_reqs, dtype=np.int64)
+        lengths = np.arange(MAX_MATCH + 1)
+        #: Tokens judged and right, by matched length; by slot and class of lengths.
+        self._common = np.stack([np.full(MAX_MATCH + 1, SMOOTHING), SMOOTHING * lengths / (lengths + 2.0)])
+        self._own = np.zeros((2, max_num_reqs, NUM_CLASSES))
+        nobody = np.zeros(0, dtype=np.int64)  # compiles: no request waits for that
+        self.update(nobody, np.zeros((0, 1), dtype=np.int32), nobody, nobody, nobody.astype(bool))
+        self.chances(nobody)
+
+    def reset(self, slots: np.ndarray) -> None:
+        """Forget whoever had these slots."""
+        self._matched[slots] = 0
+        self._own[:, slots] = 0.0
+
+    def update(
+        self, slots: np.ndarray, texts: np.ndarray, rows: np.ndarray, num_tokens: np.ndarray, shares: np.ndarray
+    ) -> None:
+        """Learn from what became of the last continuations, and find the next ones.
+
+        Args:
+            slots: [num_rows] int64, distinct.
+            texts: [any, longest text] int32, token ids.
+            rows: [num_rows] int64, the row of `texts` with each slot's text.
+            num_tokens: [num_rows] int64, the length of its text, prompt and output, 1 or more.
+            shares: [num_rows] bool, whose outcomes may teach what other requests use.
+        """
+        _update(
+            slots,
+            texts,
+            rows,
+            num_tokens,
+            shares,
+            self.tokens,
+            self._matched,
+            self._text_length,
+            self._common,
+            self._own,
+        )
+
+    def chances(self, slots: np.ndarray) -> np.ndarray:
+        """Return the chance that all of the first j tokens are accepted, [num_rows, longest + 1] float64; 1 at j = 0.
+
+        It is 0 from j = 1 on where there is no continuation.
+        """
+        chances = np.empty((len(slots), self.tokens.shape[1] + 1))
+        _chances(slots, self._matched, self._common, self._own, chances)
+        return chances
+
+
+@numba.njit(cache=True)
+def _class_of(length: int) -> int:
+    return 3 if length >= 8 else 2 if length >= 4 else 1 if length >= 2 else 0
+
+
+@numba.njit(cache=True)
+def _longest_match(text: np.ndarray) -> tuple[int, int]:
+    """Return how many tokens at the text's end stand somewhere before, at most MAX_MATCH, and what follows them."""
+    last = len(text) - 1
+    longest, follower = 0, 0
+    for end in range(last - 1, -1, -1):
+        length = 0
+        while length < MAX_MATCH and length <= end and text[end - length] == text[last - length]:
+            length += 1
+        if length > longest:
+            longest, follower = length, end + 1
+            if longest == MAX_MATCH:
+                break
+    return longest, follower
+
+
+@numba.njit(cache=True)
+def _update(
+    slots: np.ndarray,
+    texts: np.ndarray,
+    rows: np.ndarray,
+    num_tokens: np.ndarray,
+    shares: np.ndarray,
+    tokens: np.ndarray,
+    matched: np.ndarray,
+    text_length: np.ndarray,
+    common: np.ndarray,
+    own: np.ndarray,
+) -> None:
+    """See `NgramContinuations.update`; the other arrays are its own."""
+    for index, slot in enumerate(slots):
+        text = texts[rows[index], : num_tokens[index]]
+        if matched[slot] > 0:
+            emitted = text[text_length[slot] :]
+            for j in range(min(len(emitted), tokens.shape[1])):
+                length = min(matched[slot] + j, MAX_MATCH)
+                right = 1.0 if emitted[j] == tokens[slot, j] else 0.0
+                kind = _class_of(length)
+                own[0, slot, kind] = own[0, slot, kind] * OWN_KEPT + 1.0
+                own[1, slot, kind] = own[1, slot, kind] * OWN_KEPT + right
+                if shares[index]:
+                    kept = min(1.0, MEMORY / (common[0, length] + 1.0))
+                    common[0, length] = kept * (common[0, length] + 1.0)
+                    common[1, length] = kept * (common[1, length] + right)
+                if right == 0.0:
+                    break
+        text_length[slot] = len(text)
+        searched = text[max(len(text) - MAX_SEARCHED, 0) :]
+        matched[slot], follower = _longest_match(searched)
+        period = len(searched) - follower
+        for j in range(tokens.shape[1]):
+            tokens[slot, j] = searched[follower + j] if j < period else tokens[slot, j - period]
+
+
+@numba.njit(cache=True)
+def _chances(slots: np.ndarray, matched: np.ndarray, common: np.ndarray, own: np.ndarray, chances: np.ndarray) -> None:
+    """See `NgramContinuations.chances`."""
+    for index, slot in enumerate(slots):
+        chances[index, 0] = 1.0
+        chances[index, 1:] = 0.0
+        if matched[slot] == 0:
+            continue
+        for j in range(chances.shape[1] - 1):
+            length = min(matched[slot] + j, MAX_MATCH)
+            kind = _class_of(length)
+            rate = common[1, length] / common[0, length]
+            rate = (own[1, slot, kind] + COMMON_WEIGHT * rate) / (own[0, slot, kind] + COMMON_WEIGHT)
+            chances[index, j + 1] = chances[index, j] * rate
