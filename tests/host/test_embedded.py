@@ -74,6 +74,7 @@ def test_a_randomly_initialised_head_changes_nothing_but_speed(engine, embedded_
             if spec:
                 (stats,) = llm.collective_rpc("eesd_stats")
     assert answers[1] == answers[0]
-    assert stats["accepted"] < 0.1 * stats["drafted"]
+    # What was copied from the text is not the head's doing.
+    assert stats["accepted"] - stats["copied_accepted"] < 0.1 * (stats["drafted"] - stats["copied"])
     # The posterior learns that drafting does not pay: few tokens a round, not eight.
-    assert stats["drafted"] / stats["rounds"] < 2
+    assert (stats["drafted"] - stats["copied"]) / stats["rounds"] < 2
