@@ -83,10 +83,10 @@ def test_whatever_it_believes_the_guard_bounds_the_loss(draft_ratio, batch):
 
 def test_the_last_request_of_a_batch_does_not_pay_the_debt_of_all():
     guard = Guard(PROBE_BUDGET)
-    guard.settle(64, cost=2.0, num_tokens=64)
+    guard.settle(64, cost=2.0, num_tokens=64, gain_of_drafts=-64.0)
     assert guard.credit == pytest.approx(-64 + 0.64)
     for _ in range(PATIENCE):
-        guard.settle(1, cost=1.0, num_tokens=1)
+        guard.settle(1, cost=1.0, num_tokens=1, gain_of_drafts=0.0)
     assert guard.credit > -1
     guard.admit(1)
     assert guard.may_draft()
@@ -94,10 +94,10 @@ def test_the_last_request_of_a_batch_does_not_pay_the_debt_of_all():
 
 def test_requests_that_are_passed_over_still_owe_what_they_lost():
     guard = Guard(PROBE_BUDGET)
-    guard.settle(5, cost=2.0, num_tokens=5)
+    guard.settle(5, cost=2.0, num_tokens=5, gain_of_drafts=-5.0)
     owed = guard.credit
     for num_reqs in (3, 5) * PATIENCE:
-        guard.settle(num_reqs, cost=1.0, num_tokens=num_reqs)
+        guard.settle(num_reqs, cost=1.0, num_tokens=num_reqs, gain_of_drafts=0.0)
     assert guard.credit == pytest.approx(owed + PROBE_BUDGET * 8 * PATIENCE)
 
 
@@ -271,3 +271,15 @@ def test_copying_at_a_loss_empties_the_account():
 def test_a_wrong_ngram_setting_is_refused(value):
     with pytest.raises(ValueError, match="policy_args.ngram=.* true or false"):
         copying_policy(ngram=value)
+
+
+def test_what_copying_gains_does_not_make_probes_eager():
+    """Copies that always pay, a head that never does: probes stay as rare as the budget allows."""
+    policy, slots, probes = copying_policy(draft_ms=8.0), np.arange(2), 0
+    for _ in range(400):
+        rows = np.flatnonzero(np.array(copied(policy, [0.98, 0.0])) == 0)
+        drafted = np.zeros(2, dtype=np.int64)
+        drafted[rows] = policy.draft_more(slots[rows], 0, None)
+        probes += int(drafted.any())
+        policy.observe(slots, policy.copied[slots] + drafted, policy.copied[slots])
+    assert 0 < probes <= 12

@@ -233,11 +233,11 @@ class Goodput(DraftLengthPolicy):
         super().observe(slots, num_verified, num_accepted, shares)
         num_reqs = len(slots)
         num_tokens = num_reqs + int(num_accepted.sum())
-        cost, gain_of_drafts = 1.0, None
+        cost, gain_of_drafts = 1.0, 0.0
         if num_verified.any():
-            cost, cost_of_drafts = self._round_cost(num_reqs, num_verified, self.copied[slots] > 0)
-            if cost_of_drafts < cost - 1.0:
-                gain_of_drafts = int(num_accepted[self.copied[slots] == 0].sum()) - num_reqs * cost_of_drafts
+            copied = self.copied[slots] > 0
+            cost, cost_of_drafts = self._round_cost(num_reqs, num_verified, copied)
+            gain_of_drafts = int(num_accepted[~copied].sum()) - num_reqs * cost_of_drafts
         self.guard.settle(num_reqs, cost, num_tokens, gain_of_drafts)
         self.speedup += (num_tokens / (num_reqs * cost) - self.speedup) / SPEEDUP_ROUNDS
 

@@ -61,18 +61,18 @@ class Guard:
         """Drafting gained something, or is believed to: probe again at once, and eagerly from then on."""
         self._wait, self._next_wait = 0.0, FIRST_WAIT
 
-    def settle(self, num_reqs: int, cost: float, num_tokens: int, gain_of_drafts: float | None = None) -> None:
+    def settle(self, num_reqs: int, cost: float, num_tokens: int, gain_of_drafts: float) -> None:
         """Enter one round.
 
         Args:
             num_reqs: requests that decoded.
             cost: the round's time relative to a plain step of the same batch.
             num_tokens: tokens emitted.
-            gain_of_drafts: what the draft model's part of it gained, where text was copied too; None: all.
+            gain_of_drafts: tokens that drafting gained over copying alone: the round's whole gain where none was copied.
         """
         gain = num_tokens - num_reqs * cost
         self._wait -= 1.0
-        if (gain if gain_of_drafts is None else gain_of_drafts) > 0:
+        if gain_of_drafts > 0:
             self.paid()
         self._fewer_for = self._fewer_for + 1 if num_reqs < self._debtors else 0
         if self._fewer_for >= PATIENCE and self.credit < 0:
