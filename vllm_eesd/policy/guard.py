@@ -68,7 +68,7 @@ class Guard:
             num_reqs: requests that decoded.
             cost: the round's time relative to a plain step of the same batch.
             num_tokens: tokens emitted.
-            gain_of_drafts: tokens that drafting gained over copying alone: the round's whole gain where none was copied.
+            gain_of_drafts: tokens that drafting gained over copying alone; where none was copied, the whole gain.
         """
         gain = num_tokens - num_reqs * cost
         self._wait -= 1.0
