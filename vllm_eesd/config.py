@@ -8,6 +8,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 #: Longer drafts have never paid off anywhere, and every scheduled draft costs verification work and KV slots.
 MAX_SPECULATIVE_TOKENS = 32
+#: The longest draft by default: an exit head is rarely right so far ahead, and every token costs a draft step; a copy of
+#: the text costs its verification only.
+LONGEST_DRAFT, LONGEST_COPY = 8, 16
 
 
 class EESDConfig(BaseModel):
@@ -16,7 +19,8 @@ class EESDConfig(BaseModel):
     Attributes:
         model: exit-head directory; None looks for `<target>/eesd/`.
         exit_layer: N, the target layers a draft runs through, 0 < N < L; None takes the head's own.
-        num_speculative_tokens: the longest draft, in tokens; the policy may stop earlier.
+        num_speculative_tokens: the longest draft, in tokens; the policy may stop earlier. None takes LONGEST_COPY
+            where the policy may copy n-gram continuations, else LONGEST_DRAFT.
         policy: how the draft length is chosen, see `vllm_eesd.policy`.
         policy_args: settings of that policy, and of all: `prior_key` ("none" or "lora"), `state_file`, `trace_file`.
         draft_sample_method: "greedy" drafts the most probable token, verified as one-hot; "probabilistic" draws it at
@@ -29,7 +33,7 @@ class EESDConfig(BaseModel):
 
     model: str | None = None
     exit_layer: int | None = Field(None, ge=1)
-    num_speculative_tokens: int = Field(8, ge=1, le=MAX_SPECULATIVE_TOKENS)
+    num_speculative_tokens: int | None = Field(None, ge=1, le=MAX_SPECULATIVE_TOKENS)
     policy: Literal["adaedl", "beta_ts", "calibrated_ts", "confidence", "draft_verify", "fixed", "goodput"] = "goodput"
     policy_args: dict[str, Any] = Field(default_factory=dict)
     draft_sample_method: Literal["greedy", "probabilistic"] = "greedy"

@@ -9,7 +9,7 @@ from vllm_eesd.config import EESDConfig
 def test_the_bare_word_means_the_defaults():
     config = EESDConfig.parse("eesd")
     assert config == EESDConfig.parse({"method": "eesd"}) == EESDConfig()
-    assert (config.num_speculative_tokens, config.policy, config.draft_sample_method) == (8, "goodput", "greedy")
+    assert (config.num_speculative_tokens, config.policy, config.draft_sample_method) == (None, "goodput", "greedy")
 
 
 def test_it_is_frozen():

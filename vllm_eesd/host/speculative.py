@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from vllm_eesd.config import EESDConfig
+from vllm_eesd.config import LONGEST_COPY, LONGEST_DRAFT, EESDConfig
 from vllm_eesd.exit_head.checkpoint import ExitHeadConfig, Verifier, read_tensors
 from vllm_eesd.host.compat import ModelConfig, ParallelConfig, SpeculativeConfig, VLLMValidationError
 from vllm_eesd.host.environment import Environment, read_environment
@@ -73,16 +73,20 @@ class EESDSpeculativeConfig(SpeculativeConfig):
         eesd = EESDConfig.parse(spec)
         check_target_model(target, parallel)
         exit_head, head_directory = resolve_exit_head(eesd, target)
-        build_policy(eesd.policy, BetaPosterior(1), eesd.seed, eesd.policy_args)
+        policy = build_policy(eesd.policy, BetaPosterior(1), eesd.seed, eesd.policy_args)
         check_trace_file(eesd.policy_args.get("trace_file"))
         environment = read_environment()
         check_runner(environment, target, parallel, enable_lora)
         if environment.runner == "V2" and eesd.policy_args.get("trace_file") is not None:
             raise ValueError("eesd: policy_args.trace_file is not supported on Model Runner V2; leave it out")
+        longest = eesd.num_speculative_tokens
+        if longest is None:
+            # On V2 nothing is copied: the tokens stay on the device.
+            longest = LONGEST_COPY if policy.copies_text and environment.runner == "V1" else LONGEST_DRAFT
         config = cls(
             method="custom_class",
             model=PROPOSER,
-            num_speculative_tokens=eesd.num_speculative_tokens,
+            num_speculative_tokens=longest,
             target_model_config=target,
             target_parallel_config=parallel,
         )
@@ -96,7 +100,7 @@ class EESDSpeculativeConfig(SpeculativeConfig):
             return config
         # vLLM drafts for nobody once one row comes within K of the drafter's max_model_len; EESD limits each row.
         config.draft_model_config = copy.copy(target)
-        config.draft_model_config.max_model_len = target.max_model_len + eesd.num_speculative_tokens + 1
+        config.draft_model_config.max_model_len = target.max_model_len + longest + 1
         return config
 
     @property

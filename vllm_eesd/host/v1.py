@@ -307,7 +307,7 @@ def _open_trace(config: EESDSpeculativeConfig) -> RoundTrace | None:
     path = config.eesd.policy_args.get("trace_file")
     if path is None or get_tp_group().rank_in_group:  # every rank sees the same rounds
         return None
-    settings = config.eesd.model_dump(include={"policy", "num_speculative_tokens"})
+    settings = {"policy": config.eesd.policy, "num_speculative_tokens": config.num_speculative_tokens}
     return RoundTrace(path, settings | {"exit_layer": config.exit_head.exit_layer})
 
 
