@@ -40,7 +40,8 @@ def soak_section(result: dict[str, Any] | None) -> list[str]:
         f"| drafts: made, accepted | {result['drafted']}, {result['accepted']} |",
         f"| faults planted while drafting and survived | {result['drafter_faults']} |",
         f"| memory at the start, the middle and the end | {', '.join(map(str, result['mib']))} MiB |",
-        f"| slope over the second half | {result['mib_per_hour']:+.1f} MiB an hour |",
+        f"| slope over the second half; plain vLLM's, same load | {result['mib_per_hour']:+.1f}; "
+        f"{result['plain_mib_per_hour']:+.1f} MiB an hour |",
         f"| Python objects in the worker, slope | {result['objects_per_hour']:+d} an hour |",
         f"| KV cache in use at idle | {idle['kv_cache_usage']:.0%} |",
         f"| request slots in use behind one last request | {idle['slots']} |",

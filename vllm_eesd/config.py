@@ -8,8 +8,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 #: Longer drafts have never paid off anywhere, and every scheduled draft costs verification work and KV slots.
 MAX_SPECULATIVE_TOKENS = 32
-#: The longest draft by default: an exit head is rarely right so far ahead, and every token costs a draft step; a copy of
-#: the text costs its verification only.
+#: The longest draft by default: an exit head is rarely right so far ahead, and every token costs a draft step; a copy
+#: of the text costs its verification only.
 LONGEST_DRAFT, LONGEST_COPY = 8, 16
 
 

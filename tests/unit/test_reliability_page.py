@@ -69,7 +69,8 @@ GOOD = {
     "drafter_faults": 3,
     "speculation_off": False,
     "accepted": 9,
-    "mib_per_hour": 0.0,
+    "mib_per_hour": 100.0,
+    "plain_mib_per_hour": 90.0,
     "objects_per_hour": 0,
     "worker_killed": {"all_processes_gone": True, "request_in_flight": "status 500"},
 }
