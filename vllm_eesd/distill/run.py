@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from torch import nn
 from tqdm import tqdm
 
-from vllm_eesd.distill.data import TokenData, long_enough, spaced_windows, split_held_out
+from vllm_eesd.distill.data import TokenData, long_enough, spaced_windows, split_held_out, tokens_to_split
 from vllm_eesd.distill.generate import (
     OwnText,
     continue_windows,
@@ -222,11 +222,11 @@ def _check_output(output: Path, model: str) -> None:
 
 def _read_text(args: argparse.Namespace, target: Target, seq_len: int) -> tuple[list, list]:
     check_seq_len(target.config, seq_len)
-    text = read_text(args.model, target.config, args.data)
     held_out_paths = getattr(args, "held_out", None) or []
     if not held_out_paths:
+        text = read_text(args.model, target.config, args.data, tokens_to_split(seq_len))
         return split_held_out(text, seq_len)
-    held_out = read_text(args.model, target.config, held_out_paths)
+    text, held_out = (read_text(args.model, target.config, paths, seq_len) for paths in (args.data, held_out_paths))
     return long_enough(text, seq_len, "data"), long_enough(held_out, seq_len, "held_out")
 
 
