@@ -62,6 +62,15 @@ def test_a_row_says_what_its_tests_saw(page, monkeypatch, tmp_path, results, sho
     assert page.compatibility().splitlines()[-1] == f"| a feature | {shown} | `a.py::test` |"
 
 
+def test_faults_are_shown_by_kind(page, monkeypatch, tmp_path):
+    counts = {"inputs: trace": 9, "refused: trace": 7, "faults planted: NaN": 4, "faults survived: NaN": 3}
+    (tmp_path / "fuzz.json").write_text(json.dumps({"counts": counts, "features": []}))
+    monkeypatch.setattr(page, "RESULTS", tmp_path)
+    lines = page.reliability().splitlines()
+    assert "| trace | 9 | 7 |" in lines and lines[-1] == "| NaN | 4 | 3 |"
+    assert "Not run yet: `make soak`." in lines
+
+
 GOOD = {
     "minutes": 20,
     "failures": [],
