@@ -29,9 +29,7 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "feature(name, outcome): a row of docs/compatibility.md that this test decides")
-    config.addinivalue_line(
-        "markers", "fault(kind, number): so many faults are planted; if it passes, survived"
-    )
+    config.addinivalue_line("markers", "fault(kind, number): so many faults are planted; if it passes, survived")
     examples = config.getoption("--fuzz-examples")
     settings.register_profile(
         "fuzz",
