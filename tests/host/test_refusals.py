@@ -53,7 +53,7 @@ def test_a_target_is_not_a_head(random_target):
     ("changes", "named"),
     [
         ({"num_hidden_layers": 12}, ["num_hidden_layers", "12", "8"]),
-        ({"architecture": "Qwen3ForCausalLM"}, ["Qwen3ForCausalLM", "LlamaForCausalLM"]),
+        ({"architectures": ["Qwen3ForCausalLM"]}, ["Qwen3ForCausalLM", "LlamaForCausalLM"]),
         ({"vocab_size": 99}, ["vocab_size", "99", "512"]),
         ({"exit_layer": 40}, ["exit_layer", "40"]),
     ],
