@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from argparse import Namespace
 from functools import partial
 
@@ -315,6 +316,9 @@ def test_run_writes_a_head_that_loads(model_dir, text, tmp_path, capsys):
     assert record["after"]["text"]["kl"] < record["before"]["text"]["kl"]
     out = capsys.readouterr().out
     assert f'vllm serve {model_dir} --speculative-config \'{{"method": "eesd", "model": "{head}"}}\'' in out
+    assert f"eesd calibrate {model_dir} {head} --data HELD_OUT" in out
+    used = re.search(r"text: (\d+) tokens to train on, (\d+) held out", out).groups()
+    assert sum(map(int, used)) == text.stat().st_size // 2
     # The finished run resumes at its end: the same head again.
     assert run(args) == 0
     assert all(torch.equal(tensor, tensors[name]) for name, tensor in read_tensors(head).items())

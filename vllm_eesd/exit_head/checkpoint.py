@@ -123,11 +123,11 @@ class ExitHeadConfig(BaseModel):
             name = f"{str(directory)!r:.200}"
             raise ValueError(f"exit head {name}: no such directory; give one written by `eesd distill`")
         raw = _read_config_json(path)
-        if raw.get("speculators_model_type") != SPECULATORS_MODEL_TYPE:
+        if (kind := raw.get("speculators_model_type")) != SPECULATORS_MODEL_TYPE:
+            hint = " (vLLM itself serves the algorithms of speculators)" if isinstance(kind, str) else ""
             raise ValueError(
-                f"{path}: not an exit head: speculators_model_type is {raw.get('speculators_model_type')!r:.80}, "
-                f"must be {SPECULATORS_MODEL_TYPE!r}; give a directory written by `eesd distill` (vLLM itself serves "
-                "the algorithms of speculators)"
+                f"{path}: not an exit head: speculators_model_type is {kind!r:.80}, "
+                f"must be {SPECULATORS_MODEL_TYPE!r}; give a directory written by `eesd distill`{hint}"
             )
         speculators = raw.get("speculators_config")
         if not isinstance(speculators, dict):
