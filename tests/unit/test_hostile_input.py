@@ -384,6 +384,14 @@ def test_prompts_and_texts(refused_or_fine, folder, content):
         assert all(isinstance(text, str) for text, _ in _jsonl_texts(path))
 
 
+@pytest.mark.parametrize("kind", ["pipe", "device", "directory"])
+def test_a_state_that_is_no_file(kind, tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "directory").mkdir()
+    path = "/dev/zero" if kind == "device" else tmp_path / kind
+    assert not load_state(path, BetaPosterior(1), Calibration())
+
+
 @pytest.mark.parametrize("name", ["x" * 5000, "a\0b"])
 def test_names_no_file_can_have(name, tmp_path):
     with pytest.raises(ValueError, match="no such directory"):
