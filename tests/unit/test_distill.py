@@ -7,6 +7,7 @@ import os
 import re
 from argparse import Namespace
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -409,6 +410,18 @@ def test_short_texts_are_joined_and_none_is_lost(tmp_path):
     train, held_out = split_held_out(sources, SEQ_LEN)
     assert sum(map(len, train + held_out)) == sum(map(len, sources))
     assert sum(map(len, held_out)) <= 0.06 * sum(map(len, sources))
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.bin"])
+def test_a_file_that_may_not_be_read(tmp_path, monkeypatch, name):
+    """Not the temporary directory's fault. Tests may run as root, who may read everything: the refusal is planted."""
+    (tmp_path / name).write_text("ab")
+
+    def refusing(self, *args, **kwargs):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "open", refusing)
+    refused(lambda: read_sources([tmp_path / name], ByteTokenizer(), 256), name, "cannot be read (Permission denied)")
 
 
 def test_a_source_without_a_window_is_named(tmp_path):

@@ -138,7 +138,10 @@ def _check_file(path: Path) -> None:
 def _token_ids(path: Path, dtype: np.dtype) -> TokenFile:
     if path.stat().st_size % dtype.itemsize:
         raise ValueError(f"data: {path}: {path.stat().st_size} bytes are no whole number of {dtype.name} token ids")
-    return TokenFile(path.open("rb"), dtype, str(path))
+    try:
+        return TokenFile(path.open("rb"), dtype, str(path))
+    except OSError as error:
+        raise ValueError(f"data: {path}: cannot be read ({error.strerror})") from None
 
 
 def _lines(path: Path) -> Iterator[str]:
@@ -150,6 +153,8 @@ def _lines(path: Path) -> Iterator[str]:
                 yield line
     except UnicodeDecodeError as error:
         raise ValueError(f"data: {path}: not UTF-8 ({error.reason})") from None
+    except OSError as error:
+        raise ValueError(f"data: {path}: cannot be read ({error.strerror})") from None
 
 
 def _pieces(path: Path) -> Iterator[tuple[str, bool]]:
