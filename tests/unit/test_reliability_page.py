@@ -84,6 +84,17 @@ GOOD = {
 }
 
 
+@pytest.mark.parametrize("wrong, said", [([], "Found wrong: nothing."), (["a", "b"], "Found wrong: a; b.")])
+def test_the_page_with_a_soak(page, monkeypatch, tmp_path, wrong, said):
+    counted = {"clients": 10, "requests": {"greedy": 5, "aborted": 2}, "tokens_compared": 99, "drafted": 12}
+    seen = {"hardware": "a machine", "git_sha": "abc", "mismatches_and_errors": 0, "mib": [1, 2, 3], "wrong": wrong}
+    (tmp_path / "soak.json").write_text(json.dumps(GOOD | counted | seen))
+    monkeypatch.setattr(page, "RESULTS", tmp_path)
+    text = page.reliability()
+    assert said in text and "20 minutes, 10 clients, on a machine," in text and "Not run yet: `make soak`" not in text
+    assert "| requests | 7 (5 greedy, 2 aborted) |" in text and "status 500, none |" in text
+
+
 @pytest.mark.parametrize(
     "change, found",
     [
