@@ -130,13 +130,13 @@ def target_like(**changes):
         pytest.param(target_like(), 2, "pipeline_parallel_size=2", marks=refused("pipeline parallel")),
         pytest.param(target_like(uses_mrope=True), 1, "M-RoPE", marks=refused("M-RoPE targets")),
         pytest.param(
+            target_like(get_sliding_window=lambda: 128), 1, "sliding-window", marks=refused("sliding-window attention")
+        ),
+        pytest.param(
             target_like(enable_sleep_mode=True),
             1,
             "enable_sleep_mode",
             marks=refused("sleep mode, on platforms that have it"),
-        ),
-        pytest.param(
-            target_like(get_sliding_window=lambda: 128), 1, "sliding-window", marks=refused("sliding-window attention")
         ),
     ],
 )
