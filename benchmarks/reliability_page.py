@@ -16,6 +16,12 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS, DOCS = ROOT / "benchmarks" / "results", ROOT / "docs"
 HEAD = "<!-- Written by benchmarks/reliability_page.py from benchmarks/results; do not edit. -->\n"
 
+FAULTS_SURVIVED = (
+    "Planted faults (`tests/host/test_faults.py`). Survived means: every token is plain vLLM's, drafting goes on or is",
+    "off with a line in the log; one of several ranks ends its process instead, as a worker that died does. That a",
+    "killed worker ends the server cleanly is part of the long load.",
+)
+
 
 def load(name: str) -> dict[str, Any] | None:
     """Return a result, None if it was never made."""
@@ -59,11 +65,13 @@ def fuzz_section(result: dict[str, Any] | None) -> list[str]:
     lines = ["| target | inputs | refused in one line |", "|---|---|---|"]
     for name in (key.removeprefix("inputs: ") for key in counts if key.startswith("inputs: ")):
         lines.append(f"| {name} | {counts[f'inputs: {name}']} | {counts.get(f'refused: {name}', 0)} |")
-    survived = counts.get("planted faults survived", 0)
     lines += ["", "The others were taken, or are none of EESD's business; nothing else happened to any input."]
-    return lines + ["", f"Faults planted while drafting, at every place there is: {survived} survived."] * bool(
-        survived
-    )
+    kinds = [key.removeprefix("faults planted: ") for key in counts if key.startswith("faults planted: ")]
+    if kinds:
+        lines += ["", *FAULTS_SURVIVED, "", "| fault | planted | survived |", "|---|---|---|"]
+        for kind in kinds:
+            lines.append(f"| {kind} | {counts[f'faults planted: {kind}']} | {counts[f'faults survived: {kind}']} |")
+    return lines
 
 
 def reliability() -> str:

@@ -29,6 +29,7 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "feature(name, outcome): a row of docs/compatibility.md that this test decides")
+    config.addinivalue_line("markers", "fault(kind, number): so many faults are planted; if it passes, survived")
     examples = config.getoption("--fuzz-examples")
     settings.register_profile(
         "fuzz",
@@ -66,6 +67,9 @@ def counts() -> collections.Counter[str]:
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_makereport(item, call):
     report = (yield).get_result()
+    for kind, number in (marker.args for marker in item.iter_markers("fault") if report.when == "call"):
+        COUNTS[f"faults planted: {kind}"] += number
+        COUNTS[f"faults survived: {kind}"] += number * report.passed
     markers = list(item.iter_markers("feature"))
     if markers and (report.when == "call" or report.outcome != "passed" and report.when == "setup"):
         for name, outcome in (marker.args for marker in markers):

@@ -4,11 +4,12 @@ One plain engine and one that drafts the same length in every round answer every
 all of them in one batch.
 """
 
+import contextlib
 import json
 from pathlib import Path
 
 import pytest
-from request_cases import CASES, answers_of, assert_same, sampling_params
+from request_cases import CASES, answers_of, assert_same, assert_same_position, sampling_params
 
 PROMPTS = Path(__file__).resolve().parents[2] / "models" / "prompts" / "held_out_code.jsonl"
 SPEC = {"method": "eesd", "num_speculative_tokens": 4, "policy": "fixed"}
@@ -110,6 +111,27 @@ def test_a_request_is_answered_as_by_plain_vllm(plain, eesd, name):
     assert_same(answers[name], plain[name])
     assert (plain[name] != plain["temperature 0"]) == CASES[name].alters
     assert CASES[name].drafts in (None, drafted[name] > 0)
+
+
+@pytest.mark.parametrize(
+    "position, same",
+    [
+        ({1: (-0.5, 1), 2: (-2.0, 2), 3: (-2.00005, 3), 9: (-8.0, 70)}, True),
+        ({1: (-0.5, 1), 2: (-2.00001, 3), 3: (-2.0, 2), 9: (-8.0, 70)}, True),  # a swap of two that are as good as tied
+        ({1: (-0.5, 1), 2: (-2.0, 3), 3: (-2.0, 3), 9: (-8.0, 70)}, True),  # tied: both have the last one's rank
+        ({1: (-0.5, 1), 2: (-2.0, 2), 4: (-2.0, 3), 9: (-8.0, 70)}, True),  # a swap with one that was not listed
+        ({1: (-0.5, 2), 2: (-2.0, 1), 3: (-2.00005, 3), 9: (-8.0, 70)}, False),  # a rank that is simply wrong
+        ({1: (-0.5, 1), 2: (-2.0, 4), 3: (-2.00005, 3), 9: (-8.0, 70)}, False),
+        ({1: (-0.5, 1), 2: (-2.0, 2), 3: (-2.00005, 3), 9: (-8.0, 71)}, False),  # of its neighbours nothing is known
+        ({1: (-0.5, 1), 2: (-2.0, 2), 3: (-2.001, 3), 9: (-8.0, 70)}, False),
+        ({1: (-0.5, 1), 2: (-2.0, 2), 4: (-2.4, 3), 9: (-8.0, 70)}, False),
+        ({1: (-0.5, 1), 2: (-2.0, 2), 9: (-8.0, 70)}, False),
+    ],
+)
+def test_what_counts_as_the_same_log_probabilities(position, same):
+    known = {1: (-0.5, 1), 2: (-2.0, 2), 3: (-2.00005, 3), 9: (-8.0, 70)}
+    with contextlib.nullcontext() if same else pytest.raises(AssertionError):
+        assert_same_position(position, known)
 
 
 def test_all_of_them_in_one_batch(plain, eesd):

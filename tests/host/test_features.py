@@ -1,6 +1,7 @@
 """What EESD must leave alone or account for: memory, LoRA, and requests that end."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -112,6 +113,50 @@ def test_an_fp8_kv_cache(engine, greedy, random_target, cloned_head, prompts):
                 (stats,) = llm.collective_rpc("eesd_stats")
     assert answers[0] == answers[1]
     assert stats["accepted"] == stats["drafted"] > 100
+
+
+@pytest.fixture(scope="module")
+def other_weights(random_target, tmp_path_factory):
+    """Directory of a target of the same shape with somewhat different weights."""
+    from safetensors.torch import load_file, save_file
+
+    directory = shutil.copytree(random_target, tmp_path_factory.mktemp("targets") / "other")
+    generator = torch.Generator().manual_seed(3)
+    weights = load_file(directory / "model.safetensors")
+    for tensor in weights.values():
+        if tensor.dim() == 2:
+            tensor += torch.randn(tensor.shape, generator=generator) * 0.02
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    return str(directory)
+
+
+@pytest.mark.feature("prompt embeds", "the same answers")
+@pytest.mark.feature("weights reloaded while it runs", "the same answers")
+def test_prompt_embeds_and_reloaded_weights(engine, greedy, random_target, other_weights, cloned_head, prompts):
+    """Prompts without token ids draft as well; a head of the old weights drafts worse for the new, and no more."""
+    from safetensors.torch import load_file
+    from vllm import SamplingParams
+
+    rows = load_file(f"{random_target}/model.safetensors")["model.embed_tokens.weight"]
+    no_tokens = torch.randn(9, rows.shape[1], generator=torch.Generator().manual_seed(1)) * 0.12
+    inputs = [{"prompt_embeds": rows[prompts[1]]}, {"prompt_token_ids": prompts[0]}, {"prompt_embeds": no_tokens}]
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, detokenize=False)
+    answers, reloaded, stats = [], [], []
+    for spec in (None, SPEC | {"model": cloned_head(random_target, 7, 7)}):
+        with engine(random_target, spec, enable_prompt_embeds=True) as llm:
+            outputs = llm.generate(inputs, params, use_tqdm=False)
+            answers.append([tuple(output.outputs[0].token_ids) for output in outputs])
+            if spec:
+                stats += llm.collective_rpc("eesd_stats")
+                llm.collective_rpc("eesd_reset_stats")
+            llm.collective_rpc("reload_weights", kwargs={"weights_path": other_weights})
+            llm.reset_prefix_cache()
+            reloaded.append(greedy(llm, prompts))
+            if spec:
+                stats += llm.collective_rpc("eesd_stats")
+    assert answers[0] == answers[1] and reloaded[0] == reloaded[1]
+    assert stats[0]["accepted"] == stats[0]["drafted"] > 60
+    assert 0 < stats[1]["accepted"] < stats[1]["drafted"] and stats[1]["drafter_faults"] == 0
 
 
 def test_finished_requests_leave_no_state_behind(engine, greedy, random_target, prompts, drafter_of):

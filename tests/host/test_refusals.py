@@ -53,7 +53,7 @@ def test_a_target_is_not_a_head(random_target):
     ("changes", "named"),
     [
         ({"num_hidden_layers": 12}, ["num_hidden_layers", "12", "8"]),
-        ({"architecture": "Qwen3ForCausalLM"}, ["Qwen3ForCausalLM", "LlamaForCausalLM"]),
+        ({"architectures": ["Qwen3ForCausalLM"]}, ["Qwen3ForCausalLM", "LlamaForCausalLM"]),
         ({"vocab_size": 99}, ["vocab_size", "99", "512"]),
         ({"exit_layer": 40}, ["exit_layer", "40"]),
     ],
@@ -120,7 +120,7 @@ def refused(feature):
 
 def target_like(**changes):
     fields = {"architectures": ["LlamaForCausalLM"], "uses_mrope": False, "get_sliding_window": lambda: None}
-    fields |= {"logits_processors": None}
+    fields |= {"logits_processors": None, "enable_sleep_mode": False}
     return SimpleNamespace(**fields | changes)
 
 
@@ -132,6 +132,12 @@ def target_like(**changes):
         pytest.param(
             target_like(get_sliding_window=lambda: 128), 1, "sliding-window", marks=refused("sliding-window attention")
         ),
+        pytest.param(
+            target_like(enable_sleep_mode=True),
+            1,
+            "enable_sleep_mode",
+            marks=refused("sleep mode, on platforms that have it"),
+        ),
     ],
 )
 def test_layouts_that_would_go_wrong(target, pipeline_parallel_size, named):
@@ -140,6 +146,17 @@ def test_layouts_that_would_go_wrong(target, pipeline_parallel_size, named):
     check_target_model(target_like(), SimpleNamespace(pipeline_parallel_size=1))
     with pytest.raises(ValueError, match=named):
         check_target_model(target, SimpleNamespace(pipeline_parallel_size=pipeline_parallel_size))
+
+
+@pytest.mark.feature("KV connectors and KV offloading", "refused")
+@pytest.mark.parametrize(
+    "options",
+    [{"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}}, {"kv_offloading_size": 1.0}],
+    ids=lambda options: next(iter(options)),
+)
+def test_kv_that_moves(random_target, options):
+    message = refusal(random_target, {"method": "eesd", "exit_layer": 4}, **options)
+    assert message.startswith(f"eesd: {next(iter(options))}=") and "is not supported" in message
 
 
 ON_V2 = SimpleNamespace(runner="V2", platform="cuda", runner_reason="Triton works here")

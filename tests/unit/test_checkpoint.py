@@ -92,6 +92,56 @@ def test_round_trip(head):
     assert raw["speculators_model_type"] == raw["speculators_config"]["algorithm"] == "eesd"
 
 
+def test_the_targets_description_is_speculators(head):
+    """As `speculators` 0.9.0 has it: VerifierConfig's name_or_path, which may be null, and architectures."""
+    path = head / "config.json"
+    raw = json.loads(path.read_text())
+    verifier = raw["speculators_config"]["verifier"]
+    assert verifier["name_or_path"] == "tiny" and verifier["architectures"] == ["LlamaForCausalLM"]
+    (method,) = raw["speculators_config"]["proposal_methods"]
+    assert method["proposal_type"] == raw["speculators_config"]["default_proposal_method"] == "greedy"
+
+    def read(**changes):
+        described = {name: value for name, value in (verifier | changes).items() if value != "left out"}
+        raw["speculators_config"]["verifier"] = described
+        path.write_text(json.dumps(raw))
+        return ExitHeadConfig.load(head).verifier
+
+    assert read(name_or_path=None).name_or_path == ""
+    before = read(architectures="left out", architecture="LlamaForCausalLM")  # as heads had it at first
+    assert before == read() and before.architecture == "LlamaForCausalLM"
+    for wrong in ([], ["A", "B"], "A", None):
+        refused(lambda wrong=wrong: read(architectures=wrong), "verifier.architectures", repr(wrong), "one name")
+    refused(lambda: read(architecture="B"), "verifier.architectures")
+    refused(lambda: read(architectures=[1]), "architecture", "string")
+
+
+def test_eagle_heads_of_speculators_are_refused_by_name(head, tmp_path):
+    """The fields that `speculators` 0.9.0 writes for an EAGLE-3 model."""
+    config = {
+        "architectures": ["Eagle3Speculator"],
+        "auto_map": {"": "config.Eagle3SpeculatorConfig"},
+        "draft_vocab_size": 32000,
+        "eagle_aux_hidden_state_layer_ids": None,
+        "norm_before_residual": True,
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [
+                {"proposal_type": "greedy", "speculative_tokens": 5, "verifier_accept_k": 1, "accept_tolerance": 0.0}
+            ],
+            "verifier": {"name_or_path": "some/target", "architectures": ["LlamaForCausalLM"]},
+        },
+        "speculators_model_type": "eagle3",
+        "speculators_version": "0.9.0",
+        "target_hidden_size": None,
+        "tie_word_embeddings": False,
+        "transformer_layer_config": {"model_type": "llama", "hidden_size": HIDDEN},
+    }
+    (head / "config.json").write_text(json.dumps(config))
+    refused(lambda: ExitHeadConfig.load(head), "speculators_model_type is 'eagle3'", "must be 'eesd'", "vLLM itself")
+
+
 def test_bfloat16_and_noncontiguous_tensors_survive(tmp_path):
     config = make_config()
     tensors = {name: t.to(torch.bfloat16) for name, t in make_tensors(config).items()}

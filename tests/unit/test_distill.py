@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from argparse import Namespace
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,7 +15,14 @@ import torch
 from transformers import LlamaConfig
 
 from vllm_eesd.distill import losses
-from vllm_eesd.distill.data import TokenData, read_sources, spaced_windows
+from vllm_eesd.distill.data import (
+    TokenData,
+    long_enough,
+    read_sources,
+    spaced_windows,
+    split_held_out,
+    tokens_to_split,
+)
 from vllm_eesd.distill.generate import continue_windows, own_text_in
 from vllm_eesd.distill.metrics import evaluate
 from vllm_eesd.distill.model import Target, block_mask, load_target, new_head
@@ -308,6 +317,9 @@ def test_run_writes_a_head_that_loads(model_dir, text, tmp_path, capsys):
     assert record["after"]["text"]["kl"] < record["before"]["text"]["kl"]
     out = capsys.readouterr().out
     assert f'vllm serve {model_dir} --speculative-config \'{{"method": "eesd", "model": "{head}"}}\'' in out
+    assert f"eesd calibrate {model_dir} {head} --data HELD_OUT" in out
+    used = re.search(r"text: (\d+) tokens to train on, (\d+) held out", out).groups()
+    assert sum(map(int, used)) == text.stat().st_size // 2
     # The finished run resumes at its end: the same head again.
     assert run(args) == 0
     assert all(torch.equal(tensor, tensors[name]) for name, tensor in read_tensors(head).items())
@@ -385,9 +397,47 @@ def test_text_files_are_tokenised(tmp_path):
     assert np.asarray(python).tolist() == [97, 98, 0] and np.asarray(lines).tolist() == [99, 0, 100, 0]
 
 
+def test_short_texts_are_joined_and_none_is_lost(tmp_path):
+    """A folder of source files: few of them hold a window, together they hold many, in one open file."""
+    names = [tmp_path / f"{number:03}.py" for number in range(500)]
+    for number, name in enumerate(names):
+        name.write_text("ab" if number != 100 else "c" * 700)
+    opened = len(os.listdir("/proc/self/fd"))
+    sources = read_sources(names, ByteTokenizer(), 256, at_least=tokens_to_split(SEQ_LEN))
+    assert len(os.listdir("/proc/self/fd")) == opened + 1
+    ab, c = [97, 98, 0], [*b"c" * 700, 0]
+    assert [np.asarray(tokens).tolist() for tokens in sources] == [ab * 100 + c, ab * 399]
+    train, held_out = split_held_out(sources, SEQ_LEN)
+    assert sum(map(len, train + held_out)) == sum(map(len, sources))
+    assert sum(map(len, held_out)) <= 0.06 * sum(map(len, sources))
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.bin"])
+def test_a_file_that_may_not_be_read(tmp_path, monkeypatch, name):
+    """Not the temporary directory's fault. Tests may run as root, who may read everything: the refusal is planted."""
+    (tmp_path / name).write_text("ab")
+
+    def refusing(self, *args, **kwargs):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "open", refusing)
+    refused(lambda: read_sources([tmp_path / name], ByteTokenizer(), 256), name, "cannot be read (Permission denied)")
+
+
+def test_a_source_without_a_window_is_named(tmp_path):
+    np.ones(10, dtype=np.uint16).tofile(tmp_path / "short.bin")
+    np.ones(100, dtype=np.uint16).tofile(tmp_path / "long.bin")
+    (tmp_path / "a.txt").write_text("abc")
+    short = read_sources([tmp_path / "long.bin", tmp_path / "short.bin"], None, VOCAB)
+    refused(lambda: split_held_out(short, SEQ_LEN), "data", "short.bin", "10 tokens", str(2 * SEQ_LEN))
+    text = read_sources([tmp_path / "long.bin", tmp_path / "a.txt"], ByteTokenizer(), 256, at_least=SEQ_LEN)
+    refused(lambda: long_enough(text, SEQ_LEN, "text"), "text", "all texts together", "4 tokens", str(SEQ_LEN))
+
+
 def test_directories_and_data_sets(tmp_path, monkeypatch):
     (tmp_path / "b" / "c").mkdir(parents=True)
-    for name in ("a.txt", "b/c/d.jsonl", "empty.txt", "weights.bin", "image.png"):
+    (tmp_path / ".venv" / "lib").mkdir(parents=True)
+    for name in ("a.txt", "b/c/d.jsonl", "empty.txt", "weights.bin", "image.png", ".venv/lib/e.py", ".f.txt"):
         (tmp_path / name).write_text("" if name == "empty.txt" else "{}")
     found = [tmp_path / "a.txt", tmp_path / "b" / "c" / "d.jsonl"]
     assert text_files(tmp_path) == found

@@ -28,7 +28,9 @@ from vllm_eesd.policy.calibration import EDGES
 from vllm_eesd.policy.posterior import MAX_PRIOR_KEYS
 from vllm_eesd.policy.state import load_state, save_state
 from vllm_eesd.request_options import RequestOptions
+from vllm_eesd.round_trace import FORMAT, VERSION, read_rounds
 from vllm_eesd.trace import DenseTrace, RequestTrace, read_trace, write_trace
+from vllm_eesd.view.scrape import between, parse
 
 FUZZ = settings(settings.get_profile("fuzz"))
 #: An error is for a terminal: one line of at most so many characters.
@@ -341,6 +343,32 @@ def test_trace(refused_or_fine, folder, trace, data):
         assert all(request.confidences.shape[1] == read.num_speculative_tokens for request in read.requests)
 
 
+ROUND = {
+    "request": "a", "at_s": 0.5, "draft": [7, 8], "confidences": [0.9, None], "accepted": 1, "emitted": [7, 1],
+}  # fmt: skip
+ROUNDS = as_bytes({"format": FORMAT, "version": VERSION}) + b"\n" + as_bytes(ROUND) + b"\n"
+
+
+@FUZZ
+@given(damaged(ROUNDS) | mutated(ROUND).map(lambda value: ROUNDS + as_bytes(value) + b"\n") | NESTED.map(as_bytes))
+def test_round_trace(refused_or_fine, folder, content):
+    path = folder / "rounds.jsonl"
+    path.write_bytes(content)
+    with refused_or_fine("round trace"):
+        read_rounds(path)
+
+
+METRICS = (pathlib.Path(__file__).parent / "metrics.txt").read_bytes()
+
+
+@FUZZ
+@given(damaged(METRICS) | damaged(METRICS[:2000]))
+def test_metrics_of_a_server(refused_or_fine, content):
+    with refused_or_fine("metrics of a server"):
+        snapshot = parse(content.decode("utf-8", errors="replace"), 1.0)
+        between(parse(METRICS.decode(), 0.0), snapshot)
+
+
 PROMPTS = as_bytes({"prompt": "def f():", "source": "x.py"}) + b"\n" + as_bytes({"prompt": "a\u2028b"}) + b"\n"
 
 
@@ -353,6 +381,14 @@ def test_prompts_and_texts(refused_or_fine, folder, content):
         assert all(prompt.text for prompt in read_prompts(path))
     with refused_or_fine("texts"):
         assert all(isinstance(text, str) for text, _ in _jsonl_texts(path))
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "directory"])
+def test_a_state_that_is_no_file(kind, tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "directory").mkdir()
+    path = "/dev/zero" if kind == "device" else tmp_path / kind
+    assert not load_state(path, BetaPosterior(1), Calibration())
 
 
 @pytest.mark.parametrize("name", ["x" * 5000, "a\0b"])

@@ -158,6 +158,26 @@ def test_another_targets_checkpoint(model_dir, kangaroo, tmp_path):
     refused(lambda: run(make_args(model_dir, kangaroo, tmp_path / "head")), "q_proj", "[32, 64]", "[32, 32]")
 
 
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (torch.ones(HIDDEN, dtype=torch.int8), ("norm.weight is int8", "float32, float16, bfloat16")),
+        (torch.full((HIDDEN,), torch.nan), ("norm.weight", "NaN")),
+    ],
+    ids=["dtype", "not finite"],
+)
+def test_weights_no_head_could_be_served_with(model_dir, kangaroo, tmp_path, value, words):
+    save_file(attention_tensors("layers.0.", 5) | {"norm.weight": value}, kangaroo / "model.safetensors")
+    refused(lambda: run(make_args(model_dir, kangaroo, tmp_path / "head")), *words)
+    assert not (tmp_path / "head").exists()
+
+
+def test_json_that_cannot_be_written_is_noticed_first(model_dir, kangaroo, tmp_path):
+    (tmp_path / "file").write_text("")
+    refused(lambda: run(make_args(model_dir, kangaroo, tmp_path / "head", json=str(tmp_path / "file" / "o"))), "json")
+    assert not (tmp_path / "head").exists()
+
+
 def test_pickles_are_never_loaded(model_dir, kangaroo, tmp_path):
     (kangaroo / "model.safetensors").unlink()
     (kangaroo / "pytorch_model.bin").write_bytes(pickle.dumps({"norm.weight": [1.0]}))

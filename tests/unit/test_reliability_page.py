@@ -62,6 +62,15 @@ def test_a_row_says_what_its_tests_saw(page, monkeypatch, tmp_path, results, sho
     assert page.compatibility().splitlines()[-1] == f"| a feature | {shown} | `a.py::test` |"
 
 
+def test_faults_are_shown_by_kind(page, monkeypatch, tmp_path):
+    counts = {"inputs: trace": 9, "refused: trace": 7, "faults planted: NaN": 4, "faults survived: NaN": 3}
+    (tmp_path / "fuzz.json").write_text(json.dumps({"counts": counts, "features": []}))
+    monkeypatch.setattr(page, "RESULTS", tmp_path)
+    lines = page.reliability().splitlines()
+    assert "| trace | 9 | 7 |" in lines and lines[-1] == "| NaN | 4 | 3 |"
+    assert "Not run yet: `make soak`." in lines
+
+
 GOOD = {
     "minutes": 20,
     "failures": [],
@@ -74,6 +83,17 @@ GOOD = {
     "objects_per_hour": 0,
     "worker_killed": {"all_processes_gone": True, "request_in_flight": "status 500"},
 }
+
+
+@pytest.mark.parametrize("wrong, said", [([], "Found wrong: nothing."), (["a", "b"], "Found wrong: a; b.")])
+def test_the_page_with_a_soak(page, monkeypatch, tmp_path, wrong, said):
+    counted = {"clients": 10, "requests": {"greedy": 5, "aborted": 2}, "tokens_compared": 99, "drafted": 12}
+    seen = {"hardware": "a machine", "git_sha": "abc", "mismatches_and_errors": 0, "mib": [1, 2, 3], "wrong": wrong}
+    (tmp_path / "soak.json").write_text(json.dumps(GOOD | counted | seen))
+    monkeypatch.setattr(page, "RESULTS", tmp_path)
+    text = page.reliability()
+    assert said in text and "20 minutes, 10 clients, on a machine," in text and "Not run yet: `make soak`" not in text
+    assert "| requests | 7 (5 greedy, 2 aborted) |" in text and "status 500, none |" in text
 
 
 @pytest.mark.parametrize(

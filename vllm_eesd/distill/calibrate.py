@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"seq_len is {args.seq_len}, must be at least {2 * LONGEST_DRAFT}")
     if args.windows < 2:
         raise ValueError(f"windows is {args.windows}, must be at least 2: one to fit, one to measure the error on")
-    text = long_enough(read_text(args.model, target.config, args.data), args.seq_len, "data")
+    text = long_enough(read_text(args.model, target.config, args.data, args.seq_len), args.seq_len, "data")
     windows, prompt_len = greedy_held_out(target, text, args.windows, args.seq_len)
     rounds = draft_rounds(target, head, windows, prompt_len - 1)
     before, after = calibration_errors(rounds)

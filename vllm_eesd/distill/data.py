@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_eesd.distill.token_file import TokenFile, spool
+from vllm_eesd.distill.token_file import Spool, TokenFile
 
 # Fields of a JSONL line that hold text, in the order they are looked for.
 TEXT_FIELDS = ("text", "content", "code", "prompt")
@@ -63,71 +63,85 @@ def spaced_windows(sources: list[Tokens], count: int, seq_len: int) -> torch.Ten
     return torch.from_numpy(np.stack([windows[i] for i in kept]).astype(np.int64))
 
 
-def read_sources(paths: list[Path], tokenizer: Any, vocab_size: int) -> list[Tokens]:
-    """Return the tokens of each file.
+def read_sources(paths: list[Path], tokenizer: Any, vocab_size: int, at_least: int = 1) -> list[Tokens]:
+    """Return the tokens of each file of token ids, then those of all texts, of which short ones are joined.
+
+    A text ends with the tokenizer's end-of-text token, also where another one follows in the same source.
 
     Args:
         paths: `.bin` (token ids, uint16 where the vocabulary fits, else uint32), `.jsonl`, or any text file.
         tokenizer: of the target; may be None where all files are `.bin`.
+        at_least: tokens that texts are joined up to.
     Raises:
         ValueError: a file is missing, empty, unreadable, or holds ids outside the target's vocabulary.
     """
-    return [_read_source(Path(path), tokenizer, vocab_size) for path in paths]
+    sources: list[Tokens] = []
+    dtype, texts = np.dtype(token_dtype(vocab_size)), None
+    for path in map(Path, paths):
+        _check_file(path)
+        if path.suffix == ".bin":
+            tokens = _token_ids(path, dtype)
+            sources.append(tokens)
+        else:
+            texts = texts or Spool(dtype)
+            documents = _jsonl_texts(path) if path.suffix == ".jsonl" else _pieces(path)
+            tokens = texts.add(_encode(documents, tokenizer), str(path))
+        if (largest := tokens.largest()) >= vocab_size:
+            raise ValueError(f"data: {path}: token id {largest}, the target's vocabulary has {vocab_size}")
+    return sources + (texts.packed(at_least) if texts else [])
+
+
+def tokens_to_split(seq_len: int) -> int:
+    """Return how many tokens a source needs for `split_held_out` to keep no more than HELD_OUT_SHARE of it."""
+    return round(seq_len / HELD_OUT_SHARE)
 
 
 def split_held_out(sources: list[Tokens], seq_len: int) -> tuple[list[Tokens], list[Tokens]]:
     """Return (training, held-out) tokens: the end of each source is held out.
 
     Raises:
-        ValueError: no source is long enough for a training and a held-out window.
+        ValueError: a source is too short for a training and a held-out window.
     """
-    train, held_out = [], []
-    for tokens in sources:
-        kept = max(seq_len, int(len(tokens) * HELD_OUT_SHARE))
-        if len(tokens) >= 2 * seq_len:
-            train.append(tokens[:-kept])
-            held_out.append(tokens[-kept:])
-    if not train:
-        longest = max(len(tokens) for tokens in sources)
-        raise ValueError(
-            f"data: the longest file has {longest} tokens, at least {2 * seq_len} (2 x seq_len) are needed"
-        )
-    return train, held_out
+    _check_lengths(sources, 2 * seq_len, "2 x seq_len", "data")
+    kept = [max(seq_len, int(len(tokens) * HELD_OUT_SHARE)) for tokens in sources]
+    train = [tokens[:-held_out] for tokens, held_out in zip(sources, kept, strict=True)]
+    return train, [tokens[-held_out:] for tokens, held_out in zip(sources, kept, strict=True)]
 
 
 def long_enough(sources: list[Tokens], seq_len: int, field: str) -> list[Tokens]:
-    """Return the sources that hold a window.
+    """Return the sources, each of which holds a window.
 
     Raises:
-        ValueError: none does.
+        ValueError: one does not.
     """
-    usable = [tokens for tokens in sources if len(tokens) >= seq_len]
-    if not usable:
-        longest = max(len(tokens) for tokens in sources)
-        raise ValueError(f"{field}: the longest file has {longest} tokens, at least {seq_len} (seq_len) are needed")
-    return usable
+    _check_lengths(sources, seq_len, "seq_len", field)
+    return sources
+
+
+def _check_lengths(sources: list[Tokens], needed: int, meaning: str, field: str) -> None:
+    for tokens in sources:
+        if len(tokens) < needed:
+            raise ValueError(f"{field}: {tokens.name}: {len(tokens)} tokens, at least {needed} ({meaning}) are needed")
 
 
 def token_dtype(vocab_size: int) -> type:
     return np.uint16 if vocab_size <= 1 << 16 else np.uint32
 
 
-def _read_source(path: Path, tokenizer: Any, vocab_size: int) -> TokenFile:
+def _check_file(path: Path) -> None:
     if not path.is_file():
         raise ValueError(f"data: {path}: no such file; give text, .py, .jsonl or .bin files")
     if path.stat().st_size == 0:
         raise ValueError(f"data: {path}: empty file")
-    dtype = np.dtype(token_dtype(vocab_size))
-    if path.suffix == ".bin":
-        if path.stat().st_size % dtype.itemsize:
-            raise ValueError(f"data: {path}: {path.stat().st_size} bytes are no whole number of {dtype.name} token ids")
-        tokens = TokenFile(path.open("rb"), dtype)
-    else:
-        texts = _jsonl_texts(path) if path.suffix == ".jsonl" else _pieces(path)
-        tokens = spool(_encode(texts, tokenizer), dtype)
-    if (largest := tokens.largest()) >= vocab_size:
-        raise ValueError(f"data: {path}: token id {largest}, the target's vocabulary has {vocab_size}")
-    return tokens
+
+
+def _token_ids(path: Path, dtype: np.dtype) -> TokenFile:
+    if path.stat().st_size % dtype.itemsize:
+        raise ValueError(f"data: {path}: {path.stat().st_size} bytes are no whole number of {dtype.name} token ids")
+    try:
+        return TokenFile(path.open("rb"), dtype, str(path))
+    except OSError as error:
+        raise ValueError(f"data: {path}: cannot be read ({error.strerror})") from None
 
 
 def _lines(path: Path) -> Iterator[str]:
@@ -139,6 +153,8 @@ def _lines(path: Path) -> Iterator[str]:
                 yield line
     except UnicodeDecodeError as error:
         raise ValueError(f"data: {path}: not UTF-8 ({error.reason})") from None
+    except OSError as error:
+        raise ValueError(f"data: {path}: cannot be read ({error.strerror})") from None
 
 
 def _pieces(path: Path) -> Iterator[tuple[str, bool]]:

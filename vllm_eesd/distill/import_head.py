@@ -23,6 +23,7 @@ from vllm_eesd.exit_head.checkpoint import PICKLE_SUFFIXES, ExitHeadConfig, one_
 from vllm_eesd.exit_head.shapes import expected_shapes
 
 MAX_CONFIG_BYTES = 1 << 20
+HEAD_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # Where Kangaroo's own inference exits unless told otherwise.
 KANGAROO_EXIT_LAYER = 2
 
@@ -34,6 +35,8 @@ def run(args: argparse.Namespace) -> int:
         ValueError: the checkpoint is of no known format, damaged, pickled, or made for another target.
     """
     source, target = Path(args.checkpoint), read_config(args.model)
+    if args.json:
+        check_writable(Path(args.json).parent, 0, "json")
     raw = _read_json(source)
     tensors = WeightFiles(source)
     if args.format == "auto":
@@ -79,7 +82,7 @@ class WeightFiles:
 
     def __init__(self, directory: Path) -> None:
         self._file_of: dict[str, Path] = {}
-        paths = sorted(directory.glob("*.safetensors"))
+        paths = sorted(path for path in directory.glob("*.safetensors") if path.is_file())  # a pipe would never end
         if not paths:
             pickled = sorted(path.name for path in directory.iterdir() if path.suffix in PICKLE_SUFFIXES)
             advice = (
@@ -99,8 +102,19 @@ class WeightFiles:
         return set(self._file_of)
 
     def read(self, name: str) -> Tensor:
+        """Return a tensor.
+
+        Raises:
+            ValueError: it is quantised, or not finite: no head could be served with it.
+        """
         with safe_open(self._file_of[name], framework="pt", device="cpu") as file:
-            return file.get_tensor(name)
+            tensor = file.get_tensor(name)
+        if tensor.dtype not in HEAD_DTYPES:
+            known = ", ".join(str(dtype).removeprefix("torch.") for dtype in HEAD_DTYPES)
+            raise ValueError(f"checkpoint: {name} is {str(tensor.dtype).removeprefix('torch.')}, must be {known}")
+        if not tensor.isfinite().all():
+            raise ValueError(f"checkpoint: {name} holds infinities or NaN")
+        return tensor
 
     def num_bytes(self, names: Any) -> int:
         """Return an upper bound of what these tensors take, without reading them."""

@@ -45,8 +45,9 @@ def check_writable(directory: str | os.PathLike, num_bytes: int, field: str) -> 
             # Reserves the blocks: what statvfs calls free may be a quota's, or reserved for another user.
             os.posix_fallocate(file.fileno(), 0, max(1, num_bytes))
     except OSError as error:
+        size = f"{num_bytes / 1e6:.1f} MB " if num_bytes >= 1e5 else ""
         raise ValueError(
-            f"{field}: {directory}: cannot write {num_bytes / 1e6:.1f} MB there ({error.strerror}); name another place"
+            f"{field}: {directory}: cannot write {size}there ({error.strerror}); name another place"
         ) from None
 
 

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from torch import nn
 from tqdm import tqdm
 
-from vllm_eesd.distill.data import TokenData, long_enough, spaced_windows, split_held_out
+from vllm_eesd.distill.data import TokenData, long_enough, spaced_windows, split_held_out, tokens_to_split
 from vllm_eesd.distill.generate import (
     OwnText,
     continue_windows,
@@ -27,7 +27,7 @@ from vllm_eesd.distill.metrics import evaluate
 from vllm_eesd.distill.model import Target, head_config, load_target, new_head, saved_dtype
 from vllm_eesd.distill.probe import best_exit_layer, probe
 from vllm_eesd.distill.processes import ALONE, Processes, launched_processes
-from vllm_eesd.distill.report import check_writable, serve_command, write_json
+from vllm_eesd.distill.report import check_writable, command, serve_command, write_json
 from vllm_eesd.distill.sharding import shard_layers
 from vllm_eesd.distill.tensorboard import open_tensorboard
 from vllm_eesd.distill.text import check_seq_len, measuring_windows, read_text
@@ -85,6 +85,8 @@ def _distill(
     processes: Processes,
 ) -> None:
     text, held_out_text = _read_text(args, target, config.seq_len)
+    if processes.is_first:
+        print(f"text: {_num_tokens(text)} tokens to train on, {_num_tokens(held_out_text)} held out", flush=True)
     own = _own_text(args, target, work, config)
     # Before the target takes its place: two of them would have to fit there.
     through_vllm = own is not None and processes.agree(processes.is_first and _through_vllm(args, text, own))
@@ -148,6 +150,9 @@ def _write(args: argparse.Namespace, target: Target, head: nn.Module, outcome: d
         outcome |= {"head": str(args.output), "exit_layer": target.exit_layer, "next": following}
         write_json(args.json, outcome | record)
     print(f"wrote {args.output}; {record['tokens']} tokens in {record['minutes']:.1f} minutes")
+    held_out = getattr(args, "held_out", None) or ["HELD_OUT"]
+    calibrate = command("eesd", "calibrate", args.model, args.output, "--data", *held_out)
+    print(f"to tell the policy what its confidences mean, given text it was not trained on: {calibrate}")
     print(f"next: {following}")
 
 
@@ -222,12 +227,16 @@ def _check_output(output: Path, model: str) -> None:
 
 def _read_text(args: argparse.Namespace, target: Target, seq_len: int) -> tuple[list, list]:
     check_seq_len(target.config, seq_len)
-    text = read_text(args.model, target.config, args.data)
     held_out_paths = getattr(args, "held_out", None) or []
     if not held_out_paths:
+        text = read_text(args.model, target.config, args.data, tokens_to_split(seq_len))
         return split_held_out(text, seq_len)
-    held_out = read_text(args.model, target.config, held_out_paths)
+    text, held_out = (read_text(args.model, target.config, paths, seq_len) for paths in (args.data, held_out_paths))
     return long_enough(text, seq_len, "data"), long_enough(held_out, seq_len, "held_out")
+
+
+def _num_tokens(sources: list) -> int:
+    return sum(map(len, sources))
 
 
 def _own_text(args: argparse.Namespace, target: Target, work: Path, config: TrainConfig) -> OwnText | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,8 @@ def check_seq_len(config: Any, seq_len: int) -> None:
 def text_files(name: str | os.PathLike) -> list[Path]:
     """Return the file `name`, or the files of text below a directory or in a data set of the Hub, sorted.
 
+    Hidden files and folders below it (.git, .venv) are left out, as are files that hold nothing.
+
     Raises:
         ValueError: there are none, or the data set is not available.
     """
@@ -52,26 +54,35 @@ def text_files(name: str | os.PathLike) -> list[Path]:
             raise ValueError(f"data: {name}: neither a file nor an available data set ({reason:.160})") from None
     if not path.is_dir():
         return [path]  # whoever reads it says what is wrong with it
-    files = sorted(
-        file for file in path.rglob("*") if file.suffix in TEXT_SUFFIXES and file.is_file() and file.stat().st_size
-    )
+    files = sorted(file for file in _visible_files(path) if file.suffix in TEXT_SUFFIXES and _holds_something(file))
     if not files:
         raise ValueError(f"data: {name}: no text in it; a file's name must end in {', '.join(sorted(TEXT_SUFFIXES))}")
     return files
 
 
-def read_text(model: str, config: Any, names: Sequence[str | os.PathLike]) -> list[Tokens]:
-    """Return the token ids of each file; the target's tokenizer is loaded only where a file is not token ids already.
+def _visible_files(directory: Path) -> Iterator[Path]:
+    for folder, folders, names in os.walk(directory):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        yield from (Path(folder) / name for name in names if not name.startswith("."))
+
+
+def _holds_something(file: Path) -> bool:
+    return file.is_file() and file.stat().st_size > 0
+
+
+def read_text(model: str, config: Any, names: Sequence[str | os.PathLike], at_least: int) -> list[Tokens]:
+    """Return the files' token ids; the target's tokenizer is loaded only where a file is not token ids already.
 
     Args:
         names: files, directories or data sets of the Hub.
+        at_least: tokens that texts are joined up to, see `read_sources`.
     Raises:
         ValueError: a file cannot be used, see `read_sources`.
     """
     paths = [path for name in names for path in text_files(name)]
     needs_tokenizer = any(path.suffix != ".bin" for path in paths)
     tokenizer = AutoTokenizer.from_pretrained(model) if needs_tokenizer else None
-    return read_sources(paths, tokenizer, config.vocab_size)
+    return read_sources(paths, tokenizer, config.vocab_size, at_least)
 
 
 def measuring_windows(
@@ -84,7 +95,8 @@ def measuring_windows(
     """
     check_seq_len(target.config, seq_len)
     if paths:
-        return spaced_windows(long_enough(read_text(model, target.config, paths), seq_len, "text"), count, seq_len)
+        text = read_text(model, target.config, paths, at_least=seq_len)
+        return spaced_windows(long_enough(text, seq_len, "text"), count, seq_len)
     return own_text(target, count, seq_len)
 
 

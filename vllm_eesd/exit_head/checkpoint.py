@@ -26,7 +26,7 @@ WEIGHTS_NAME = "model.safetensors"
 CALIBRATION_NAME = "calibration.json"
 SPECULATORS_MODEL_TYPE = "eesd"
 # The release of `speculators` whose config layout this one follows.
-SPECULATORS_VERSION = "0.3.0"
+SPECULATORS_VERSION = "0.9.0"
 # A head's config is a few KiB and its safetensors header about 1 KiB: anything far larger is not a head.
 MAX_CONFIG_BYTES = 1 << 20
 MAX_HEADER_BYTES = 1 << 20
@@ -123,10 +123,11 @@ class ExitHeadConfig(BaseModel):
             name = f"{str(directory)!r:.200}"
             raise ValueError(f"exit head {name}: no such directory; give one written by `eesd distill`")
         raw = _read_config_json(path)
-        if raw.get("speculators_model_type") != SPECULATORS_MODEL_TYPE:
+        if (kind := raw.get("speculators_model_type")) != SPECULATORS_MODEL_TYPE:
+            hint = " (vLLM itself serves the algorithms of speculators)" if isinstance(kind, str) else ""
             raise ValueError(
-                f"{path}: not an exit head: speculators_model_type is {raw.get('speculators_model_type')!r:.80}, "
-                f"must be {SPECULATORS_MODEL_TYPE!r}; give a directory written by `eesd distill`"
+                f"{path}: not an exit head: speculators_model_type is {kind!r:.80}, "
+                f"must be {SPECULATORS_MODEL_TYPE!r}; give a directory written by `eesd distill`{hint}"
             )
         speculators = raw.get("speculators_config")
         if not isinstance(speculators, dict):
@@ -136,7 +137,7 @@ class ExitHeadConfig(BaseModel):
         if "verifier" in fields:
             raise ValueError(f"{path}: verifier belongs inside speculators_config")
         if "verifier" in speculators:
-            fields["verifier"] = speculators["verifier"]
+            fields["verifier"] = _verifier_fields(path, speculators["verifier"])
         try:
             return cls.model_validate(fields)
         except ValidationError as error:
@@ -188,7 +189,11 @@ class ExitHeadConfig(BaseModel):
                 "algorithm": SPECULATORS_MODEL_TYPE,
                 "default_proposal_method": "greedy",
                 "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 8}],
-                "verifier": self.verifier.model_dump(),
+                "verifier": {
+                    "name_or_path": self.verifier.name_or_path,
+                    "architectures": [self.verifier.architecture],
+                    **self.verifier.model_dump(exclude={"name_or_path", "architecture"}),
+                },
             },
         }
         handle, temporary = tempfile.mkstemp(dir=directory, prefix=f".{CONFIG_NAME}.")
@@ -271,6 +276,21 @@ def write_head(directory: str | os.PathLike, config: ExitHeadConfig, tensors: di
         else:
             (directory / WEIGHTS_NAME).unlink(missing_ok=True)
         os.replace(config_file, directory / CONFIG_NAME)
+
+
+def _verifier_fields(path: Path, raw: Any) -> Any:
+    """Return the fields of `Verifier`, of which speculators writes one as a list and one as null."""
+    if not isinstance(raw, dict):
+        return raw
+    raw = raw if raw.get("name_or_path", "") is not None else raw | {"name_or_path": ""}
+    if "architectures" not in raw:
+        return raw  # written before the list was
+    architectures = raw["architectures"]
+    if not isinstance(architectures, list) or len(architectures) != 1 or "architecture" in raw:
+        raise ValueError(
+            f"{path}: speculators_config.verifier.architectures is {architectures!r:.80}, must be a list of one name"
+        )
+    return {key: value for key, value in raw.items() if key != "architectures"} | {"architecture": architectures[0]}
 
 
 def _check_exit_layer(exit_layer: int, head_type: str, num_hidden_layers: int) -> None:

@@ -24,8 +24,9 @@ def _wrap_create_speculative_config(original: Callable[..., Any]) -> Callable[..
     def create_speculative_config(self, target_model_config, target_parallel_config):
         if not is_eesd(self.speculative_config):
             return original(self, target_model_config, target_parallel_config)
-        from vllm_eesd.host.speculative import EESDSpeculativeConfig
+        from vllm_eesd.host.speculative import EESDSpeculativeConfig, check_kv_connector
 
+        check_kv_connector(self.kv_transfer_config, self.kv_offloading_size)
         return EESDSpeculativeConfig.build(
             self.speculative_config, target_model_config, target_parallel_config, bool(self.enable_lora)
         )

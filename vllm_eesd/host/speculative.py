@@ -142,12 +142,33 @@ def check_target_model(target: ModelConfig, parallel: ParallelConfig) -> None:
         )
     if target.get_sliding_window() is not None:
         raise ValueError("eesd: targets with sliding-window attention are not supported; serve this model without eesd")
+    if target.enable_sleep_mode:
+        raise ValueError(
+            "eesd: enable_sleep_mode is not supported (a deep sleep discards the exit head's weights, which nothing "
+            "loads again); leave it out or serve this model without eesd"
+        )
     if target.logits_processors:
         # vLLM would refuse too, but in the worker, whose message only its log shows.
         raise ValueError(
             f"eesd: logits_processors={target.logits_processors!r:.200} are not supported (vLLM knows none under "
             "speculation); leave them out or serve this model without eesd"
         )
+
+
+def check_kv_connector(kv_transfer_config: Any, kv_offloading_size: float | None) -> None:
+    """Refuse to move KV between engines or memories: connectors see a layer's cache when its attention runs.
+
+    The exit layer's attention does not run in the target's forward, which fills its cache all the same.
+
+    Raises:
+        ValueError: one of the two is set.
+    """
+    for field, value in (("kv_transfer_config", kv_transfer_config), ("kv_offloading_size", kv_offloading_size)):
+        if value is not None:
+            raise ValueError(
+                f"eesd: {field}={value!r:.200} is not supported (a KV connector would leave the exit layer's cache "
+                "behind); leave it out or serve this model without eesd"
+            )
 
 
 def check_runner(environment: Environment, target: ModelConfig, parallel: ParallelConfig, enable_lora: bool) -> None:

@@ -51,6 +51,8 @@ def load_state(path: str | os.PathLike, posterior: BetaPosterior, calibration: C
     if not os.path.exists(path):  # unlike Path.exists, also for a name no file can have
         return False
     try:
+        if not path.is_file():
+            raise ValueError("not a regular file")  # a pipe or a device would be read without end
         if path.stat().st_size > MAX_FILE_BYTES:
             raise ValueError(f"{path.stat().st_size} bytes, a state has at most {MAX_FILE_BYTES}")
         state = json.loads(path.read_text(encoding="utf-8"))

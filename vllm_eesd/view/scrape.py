@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import urllib.request
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -115,16 +117,24 @@ def parse(text: str, at_s: float) -> Snapshot:
     values: dict[str, float] = defaultdict(float)
     lists: dict[str, dict[int, float]] = {label: defaultdict(float) for label in LISTED.values()}
     model = ""
-    for family in text_string_to_metric_families(text):
-        for sample in family.samples:
-            if name := SUMMED.get(sample.name):
-                values[name] += sample.value
-                model = sample.labels.get("model_name", model)
-            elif label := LISTED.get(sample.name):
-                lists[label][int(sample.labels[label])] += sample.value
+    for sample in _samples(text):
+        if name := SUMMED.get(sample.name):
+            values[name] += sample.value
+            model = sample.labels.get("model_name", model)
+        elif (label := LISTED.get(sample.name)) and sample.labels.get(label, "").isdecimal():
+            lists[label][int(sample.labels[label])] += sample.value
     if "generated" not in values:
         raise ValueError("the endpoint has no metric vllm:generation_tokens_total: not a vLLM server's")
     return Snapshot(at_s, dict(values), {label: dict(counts) for label, counts in lists.items()}, model)
+
+
+def _samples(text: str) -> Iterator[Any]:
+    try:
+        for family in text_string_to_metric_families(text):
+            yield from family.samples
+    except (ValueError, LookupError, AttributeError, TypeError) as error:  # whatever its parser meets
+        reason = " ".join(str(error).split())
+        raise ValueError(f"not a metrics endpoint's text ({type(error).__name__}: {reason:.200})") from None
 
 
 def between(before: Snapshot, after: Snapshot) -> Figures:
