@@ -12,6 +12,8 @@
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 
+# Scripts find each other by PYTHONPATH: with a safe path Python does not look into a script's own folder.
+export PYTHONPATH=$PWD/benchmarks${PYTHONPATH:+:$PYTHONPATH}
 export PYTHONSAFEPATH=1 HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 VLLM_USE_FLASHINFER_SAMPLER=0
 python=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}
 work=build/gpu results=benchmarks/results model=models/eesd-code-10m
@@ -26,7 +28,7 @@ stages=(
     "v2|15|$python -m pytest -q tests/v2/interpreted"
     "lossless|10|$python benchmarks/gpu/lossless.py --json $results/gpu_lossless.json"
     "bench_kernels|20|$python benchmarks/bench_kernels.py"
-    "embedded|15|$python -m vllm_eesd.cli bench latency --model $model --prompts $prompts --methods plain,eesd,ngram --batch 1,8,32,64 --dtype bfloat16 --json $results/gpu_embedded.json"
+    "embedded|15|$python -m vllm_eesd.cli bench latency --model $model --prompts $prompts --methods plain,eesd,ngram --batch 1,8,32 --dtype bfloat16 --json $results/gpu_embedded.json"
     "end_to_end_1b|20|$python benchmarks/gpu/end_to_end.py 1b --csv $results/gpu_end_to_end.csv"
     "end_to_end_8b|30|$python benchmarks/gpu/end_to_end.py 8b --csv $results/gpu_end_to_end.csv"
 )
