@@ -6,9 +6,9 @@
 #   benchmarks/gpu/run_all.sh STAGE...       these stages only, done or not
 #
 # PYTHON names the interpreter (default .venv/bin/python, else python3). Each stage has a limit of its own; its log is
-# build/gpu/STAGE.log, and build/gpu/STAGE.done says it passed: remove that to run it again. Figures go to
-# benchmarks/results/gpu_*.{csv,json,png} and benchmarks/results/kernels_cuda.csv. A stage that fails does not stop the
-# others; the exit status is the number of failed stages.
+# build/gpu/STAGE.log, and build/gpu/STAGE.done says it passed: remove that to run it again (WORK names another folder
+# than build/gpu). Figures go to benchmarks/results/gpu_*.{csv,json,png} and benchmarks/results/kernels_cuda.csv. A stage
+# that fails does not stop the others; the exit status is the number of failed stages.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 
@@ -16,7 +16,7 @@ cd "$(dirname "$0")/../.."
 export PYTHONPATH=$PWD/benchmarks${PYTHONPATH:+:$PYTHONPATH}
 export PYTHONSAFEPATH=1 HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 VLLM_USE_FLASHINFER_SAMPLER=0
 python=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}
-work=build/gpu results=benchmarks/results model=models/eesd-code-10m
+work=${WORK:-build/gpu} results=benchmarks/results model=models/eesd-code-10m
 prompts=models/prompts/held_out_code.jsonl
 
 # name|minutes|command; correctness before speed.
