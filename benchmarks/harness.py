@@ -67,6 +67,8 @@ def measure(methods: dict[str, Callable], inputs: Sequence, device: str, rounds:
             if not replays:
                 raise
             print(f"{name}: left out, {type(error).__name__}: {error}")
+            if device == "cuda":  # a capture that failed leaves its own stream behind
+                torch.cuda.set_stream(torch.cuda.default_stream())
             continue
         replays[name] = replay
     times: dict[str, list[float]] = {name: [] for name in replays}
