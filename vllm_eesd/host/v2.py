@@ -84,7 +84,7 @@ class EarlyExitSpeculator(DraftSteps):
         if step.reads_target_output:
             size = self.max_num_reqs, self.hidden_size
             self._round_context = torch.zeros(size, dtype=self.dtype, device=self.device)
-        compile_draft_step(step, self.vllm_config, self.device)
+        compile_draft_step(step, self.vllm_config, self.device, self.input_buffers.input_ids.dtype)
         logger.info("EESD drafts with layers 0..%d and a %s exit head", config.exit_layer - 1, config.head_type)
         return step
 

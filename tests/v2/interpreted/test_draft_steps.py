@@ -123,6 +123,15 @@ def test_dummy_rows_write_nothing(drafting):
     assert drafting._column.tolist() == [0]  # and capturing any number of steps stays inside the drafts
 
 
+def test_memory_is_profiled_before_there_is_a_kv_cache(modules, drafting):
+    drafting.block_tables = None  # as `__init__` leaves it: `set_attn` comes later
+    del drafting._kv_group
+    prepare(drafting, [-1, -1], seq_lens=[3, 3], num_sampled=[1, 1], num_rejected=[0, 0])
+    graph = SimpleNamespace(cg_mode=modules.steps.CUDAGraphMode.NONE, num_tokens=2)
+    drafting._run_step(1, 2, graph, None, skip_attn=True)
+    assert drafting.idx_mapping.tolist() == [-1] * MAX_REQS
+
+
 @pytest.mark.parametrize("in_graph", [False, True], ids=["metadata rebuilt", "metadata in the graph"])
 def test_a_graph_is_replayed_once_a_step(modules, drafting, monkeypatch, in_graph):
     calls = []
