@@ -171,6 +171,21 @@ def test_a_request_that_could_not_be_admitted_is_admitted_with_its_first_round(m
     assert rounds.lengths.tolist() == [2]
 
 
+def test_warming_up_teaches_nothing(monkeypatch):
+    """vLLM warms up with requests of its own making, whose steps wait for compilers."""
+    rounds = make_rounds(monkeypatch, policy="fixed")
+    rounds.learns = False
+    rounds.admit([1], [new_request()])
+    before, costs = rounds.policy.posterior.parameters(np.array([1])).tolist(), rounds.policy.costs.state()
+    for _ in range(LAG + 3):
+        begin(rounds, [1], [2], scheduled=[K])
+    assert rounds.policy.posterior.parameters(np.array([1])).tolist() == before
+    assert rounds.policy.costs.state() == costs and rounds.stats.rounds == 0
+    rounds.learns = True
+    begin(rounds, [1], [2], scheduled=[K])
+    assert rounds.stats.rounds == 1 and rounds.policy.costs.state() != costs
+
+
 def test_a_traced_round_is_what_the_target_judged(monkeypatch):
     """Tokens come from the device; a grammar's cuts are unknown there, so only what was accepted is told."""
     rounds = make_rounds(monkeypatch, policy="fixed")

@@ -20,7 +20,7 @@ from vllm_eesd.host.v2_lag import Timestamps, copy_to_host
 from vllm_eesd.host.v2_ragged import RaggedVerification
 from vllm_eesd.host.v2_rounds import Rounds
 from vllm_eesd.host.v2_trace import tokens_of_step
-from vllm_eesd.host.v2_verification import Verification, only_temperature
+from vllm_eesd.host.v2_verification import Verification, can_verify, only_temperature, warm_up
 
 logger = init_logger("vllm.eesd")
 
@@ -42,6 +42,7 @@ class EarlyExitSpeculator(DraftSteps):
         self._asynchronous = vllm_config.scheduler_config.async_scheduling
         self.num_speculative_tokens = config.num_speculative_tokens
         self.rounds = Rounds(config, self.max_num_reqs, self.max_model_len, device)
+        self.rounds.learns = False  # until `profile_costs`
         self.breaker, self.verification = CircuitBreaker(), Verification(self.max_num_reqs)
         if get_tp_group().rank_in_group == 0:
             rank = vllm_config.parallel_config.data_parallel_rank
@@ -89,8 +90,15 @@ class EarlyExitSpeculator(DraftSteps):
         return step
 
     def profile_costs(self, runner: Any) -> None:
-        """Time steps of a few sizes, so that the first requests are not the ones to learn from. Called at start-up."""
+        """Time steps of a few sizes, so that the first requests are not the ones to learn from; then serving begins.
+
+        Called once the worker is warmed up, which vLLM does with requests and drafts of its own making.
+        """
+        if can_verify(runner.rejection_sampler):
+            warm_up(runner, self.draft_logits)
         profile_v2_costs(runner, self, self.policy.costs)
+        self.rounds.start_afresh()
+        self.rounds.learns = True
 
     def ragged_verification(self, query_start_loc: torch.Tensor) -> RaggedVerification:
         """Return what trims scheduled drafts to this speculator's lengths."""

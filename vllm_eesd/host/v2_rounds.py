@@ -50,6 +50,8 @@ class Rounds:
         self._requested: dict[int, NewRequest] = {}
         self._not_admitted: set[int] = set()
         self.round_trace = open_trace(config)
+        #: False while the worker warms up: its requests are made up, and its steps wait for compilers.
+        self.learns = True
         self._num_shared = 0
         self._reported = self._began_s = time.perf_counter()
         self._forget_steps()
@@ -113,7 +115,7 @@ class Rounds:
         if scheduled is not None:
             verified = np.minimum(self.num_drafted[slots], scheduled)
         decoded = ~input_batch.is_prefilling_np
-        if tokens is not None and times.previous is not None and decoded.any():
+        if tokens is not None and self.learns and times.previous is not None and decoded.any():
             self._trace(input_batch.req_ids, slots, decoded, verified, tokens, asynchronous)
         self._began_s = time.perf_counter()
         generations = self._generation[slots]
@@ -185,6 +187,8 @@ class Rounds:
     def _observe(self, judged: Judged, asynchronous: bool) -> None:
         here = self._generation[judged.slots] == judged.generations  # their slots have not changed hands since
         self._num_tokens[judged.slots[here]] += judged.num_sampled[here]
+        if not self.learns:
+            return
         decoded = judged.decoded & (judged.num_sampled > 0)
         for row in np.flatnonzero(decoded):
             self.stats.count_lengths(int(judged.num_verified[row]), int(judged.num_sampled[row]) - 1)

@@ -99,6 +99,22 @@ def verify(
     return logits, verified.sampled, verified.num_sampled
 
 
+def warm_up(runner: Any, draft_logits: torch.Tensor | None) -> None:
+    """Have the kernels compiled for the batch sizes that Triton tells apart.
+
+    vLLM warms up with requests that want more than a temperature, which its own sampler verifies.
+
+    Args:
+        runner: vLLM's GPUModelRunner.
+        draft_logits: the speculator's, if it keeps any.
+    """
+    for num_reqs in (size for size in (1, 2, 16) if size <= runner.max_num_reqs):
+        rows = torch.arange(2 * num_reqs, device=runner.device)  # a draft each
+        logits = torch.zeros(len(rows), runner.vocab_size, dtype=runner.model_config.dtype, device=runner.device)
+        starts, drafts = 2 * rows[: num_reqs + 1].int(), torch.zeros_like(rows, dtype=torch.int32)
+        verify(runner.rejection_sampler, logits, draft_logits, drafts, rows, starts, rows[:num_reqs].int())
+
+
 class Verification:
     """Decides for every batch whose sampler verifies it.
 
