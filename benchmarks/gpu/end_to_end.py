@@ -48,7 +48,7 @@ SHAPES = {
     "8b": (4096, 14336, 32, 32, 8, 128),
     "1b": (2048, 8192, 16, 32, 8, 64),
     "160m": (768, 3072, 12, 12, 12, 64),
-    "tiny": (64, 128, 4, 4, 2, 16),
+    "tiny": (64, 128, 4, 2, 1, 32),
 }
 NAMES = (
     "hidden_size",
@@ -165,10 +165,10 @@ def check_memory(shape: str, options: argparse.Namespace) -> None:
         SystemExit: they do not, with what to do.
     """
     share = json.loads(options.engine).get("gpu_memory_utilization")
-    total_mib = _output("nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits")
-    if share is None or not total_mib:
+    answer = _output("nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits").split()
+    if share is None or not answer or not answer[0].isdigit():  # some devices share the host's memory and name none
         return
-    total = int(total_mib.split()[0]) * 2**20 / 1e9
+    total = int(answer[0]) * 2**20 / 1e9
     # Besides the weights: keys and values of 64 requests, activations, CUDA graphs.
     needed = weights_gb(shape) + (weights_gb(DRAFT_MODEL[shape]) if "draft_model" in options.methods else 0) + 4
     if share * total < needed:
