@@ -119,7 +119,7 @@ class RoundTrace:
         self._path, self._max_bytes = path, max_bytes
         self._began_s = time.perf_counter()
         self._waiting: list[dict[str, Any]] = []
-        self._lock = threading.Lock()
+        self._lock, self._flushing = threading.Lock(), threading.Lock()
         self._closing = threading.Event()
         self._write_lines([{"format": FORMAT, "version": VERSION, **header}])
         self._writer = threading.Thread(target=self._write_on, name="eesd-round-trace", daemon=True)
@@ -193,14 +193,15 @@ class RoundTrace:
         self._flush()
 
     def _flush(self) -> None:
-        with self._lock:
-            waiting = list(self._waiting)
-        # In order: what is behind a step that is under way waits with it.
-        known = list(takewhile(lambda pair: pair[1] is not None, ((step, step["outcome"]()) for step in waiting)))
-        with self._lock:
-            del self._waiting[: len(known)]
-        if self._max_bytes and known:
-            self._write_lines(line for step, outcome in known for line in _lines(step, outcome))
+        with self._flushing:
+            with self._lock:
+                waiting = list(self._waiting)
+            # In order: what is behind a step that is under way waits with it.
+            known = list(takewhile(lambda pair: pair[1] is not None, ((step, step["outcome"]()) for step in waiting)))
+            with self._lock:
+                del self._waiting[: len(known)]
+            if self._max_bytes and known:
+                self._write_lines(line for step, outcome in known for line in _lines(step, outcome))
 
     def _write_lines(self, lines: Iterable[dict[str, Any]]) -> None:
         try:
