@@ -14,9 +14,10 @@ and one line per request and round, in the order the target judged them:
      "verify_ms": the step outside drafting, "plain_ms": what the cost model takes a plain step of that batch to cost,
      "draft_step_ms": the same of a draft step, "posterior_mean": ..., "posterior_interval": [5%, 95%]}
 
-The posterior and the costs are those the round was drafted with, the times were measured. A prompt's chunks and a
-request's first token are no rounds. Whoever is behind `request` and what was generated can be read from the file: it is
-as confidential as the requests are.
+The posterior and the costs are those the round was drafted with, the times were measured (on Model Runner V2 by the
+device; "at_s" is the host's clock, which runs ahead of it). A prompt's chunks and a request's first token are no
+rounds. On V2 a last round may pass its request's end, and one behind a fault is left out. Whoever is behind `request`
+and what was generated can be read from the file: it is as confidential as the requests are.
 """
 
 from __future__ import annotations
@@ -27,8 +28,9 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from io import FileIO
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -88,6 +90,22 @@ def _open(path: str) -> FileIO:
     return open(path, "ab", buffering=0, opener=lambda name, flags: os.open(name, flags, 0o600))
 
 
+class Outcome(NamedTuple):
+    """What became of a step's rounds, where that is known only after the step.
+
+    Attributes:
+        rows: [len(judged)] int64, which of the step's slots they are.
+        judged: the rows that decoded.
+        draft_steps_ms, draft_rest_ms, verify_ms: see the module.
+    """
+
+    rows: np.ndarray
+    judged: list[Judged]
+    draft_steps_ms: list[float]
+    draft_rest_ms: float
+    verify_ms: float
+
+
 class RoundTrace:
     """Appends rounds to a file; formatting and writing happen in a thread of its own, off the engine's path.
 
@@ -102,7 +120,7 @@ class RoundTrace:
         self._path, self._max_bytes = path, max_bytes
         self._began_s = time.perf_counter()
         self._waiting: list[dict[str, Any]] = []
-        self._lock = threading.Lock()
+        self._lock, self._flushing = threading.Lock(), threading.Lock()
         self._closing = threading.Event()
         self._write_lines([{"format": FORMAT, "version": VERSION, **header}])
         self._writer = threading.Thread(target=self._write_on, name="eesd-round-trace", daemon=True)
@@ -129,17 +147,35 @@ class RoundTrace:
             draft_rest: the same of drafting outside its steps; None where nobody drafted.
         """
         steps_ms, rest_ms = [ms for _, ms in draft_steps], 0.0 if draft_rest is None else draft_rest[1]
-        num_reqs = len(judged)
+        began_s = drafted_s - (sum(steps_ms) + rest_ms) / 1e3
+        verify_ms = (time.perf_counter() - drafted_s) * 1e3
+        outcome = Outcome(np.arange(len(judged)), judged, steps_ms, rest_ms, verify_ms)
+        self.add_pending(slots, policy, began_s, len(judged), lambda: outcome)
+
+    def add_pending(
+        self,
+        slots: np.ndarray,
+        policy: DraftLengthPolicy,
+        began_s: float,
+        num_reqs: int,
+        outcome: Callable[[], Outcome | None],
+    ) -> None:
+        """Take in one step's rounds whose outcome is still under way, before the policy learns of anything.
+
+        Args:
+            slots: [num_rows] int64, the policy's slot of each row of the step.
+            policy: still holds the confidences and the beliefs the drafts were made with.
+            began_s: when the rounds' drafting began, `time.perf_counter()`.
+            num_reqs: requests that decoded in the step.
+            outcome: called from another thread; None as long as it is not known. Must not wait.
+        """
         shared = {
-            "at_s": drafted_s - self._began_s - (sum(steps_ms) + rest_ms) / 1e3,
+            "at_s": began_s - self._began_s,
             "batch": num_reqs,
-            "draft_steps_ms": steps_ms,
-            "draft_rest_ms": rest_ms,
-            "verify_ms": (time.perf_counter() - drafted_s) * 1e3,
             "plain_ms": float(policy.costs.verify_curve(num_reqs, 0)[0]),
             "draft_step_ms": float(policy.costs.draft_curve(num_reqs)[num_reqs]),
         }
-        step = {"judged": judged, "confidences": policy.confidences_of(slots), "shared": shared}
+        step = {"outcome": outcome, "confidences": policy.confidences_of(slots), "shared": shared}
         step["posterior"] = policy.posterior_of(slots)
         step["copied"] = (policy.copied_of(slots) > 0).tolist()
         with self._lock:
@@ -159,10 +195,15 @@ class RoundTrace:
         self._flush()
 
     def _flush(self) -> None:
-        with self._lock:
-            steps, self._waiting = self._waiting, []
-        if self._max_bytes and steps:
-            self._write_lines(line for step in steps for line in _lines(step))
+        with self._flushing:
+            with self._lock:
+                waiting = list(self._waiting)
+            # In order: what is behind a step that is under way waits with it.
+            known = list(takewhile(lambda pair: pair[1] is not None, ((step, step["outcome"]()) for step in waiting)))
+            with self._lock:
+                del self._waiting[: len(known)]
+            if self._max_bytes and known:
+                self._write_lines(line for step, outcome in known for line in _lines(step, outcome))
 
     def _write_lines(self, lines: Iterable[dict[str, Any]]) -> None:
         try:
@@ -177,20 +218,21 @@ class RoundTrace:
             self._max_bytes = 0
 
 
-def _lines(step: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def _lines(step: dict[str, Any], outcome: Outcome) -> Iterator[dict[str, Any]]:
     """The file's lines for one step, floats cut to the digits that mean something."""
-    shared = {key: _rounded(value) for key, value in step["shared"].items()}
-    alpha, beta = step["posterior"]
+    times = {name: getattr(outcome, name) for name in ("draft_steps_ms", "draft_rest_ms", "verify_ms")}
+    shared = {key: _rounded(value) for key, value in (step["shared"] | times).items()}
+    alpha, beta = step["posterior"][:, outcome.rows]
     draws = np.random.default_rng(0).beta(alpha, beta, size=(INTERVAL_DRAWS, len(alpha)))
     intervals = np.quantile(draws, (0.05, 0.95), axis=0).T.tolist()
     means = (alpha / (alpha + beta)).tolist()
-    for row, judged in enumerate(step["judged"]):
-        confidences = step["confidences"][row, : len(judged.draft)].tolist()
+    for row, judged in enumerate(outcome.judged):
+        confidences = step["confidences"][outcome.rows[row], : len(judged.draft)].tolist()
         yield {
             "request": judged.request_id,
             "draft": judged.draft,
             "confidences": [None if value != value else round(value, 3) for value in confidences],
-            "copied": step["copied"][row],
+            "copied": step["copied"][outcome.rows[row]],
             "accepted": len(judged.emitted) - 1,
             "emitted": judged.emitted,
             **shared,

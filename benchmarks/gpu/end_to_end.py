@@ -5,7 +5,8 @@
 
 The target has an 8B (or 1B) model's shape and random weights, so its drafts are worth nothing: acceptance is imposed on
 every method by vLLM's `rejection_sample_method="synthetic"`, from the rates below. What is measured is what drafting
-and verification cost on this GPU. Engines are alive at once, each in a process of its own, and take turns.
+and verification cost on this GPU. Engines are alive at once, each in a process of its own, and take turns. Rows are
+written after every batch size.
 """
 
 from __future__ import annotations
@@ -15,17 +16,20 @@ import csv
 import json
 import os
 import random
+import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 #: Share of rounds in which draft token i was accepted: the embedded model and its head at batch 1, README.md's table.
-RATES = [0.84, 0.76, 0.58, 0.46, 0.38, 0.29, 0.25, 0.19]
+RATES = [0.83, 0.68, 0.53, 0.42, 0.34, 0.27, 0.25, 0.19]
 #: Tokens an n-gram round emitted there (of 4 drafted), placeholders for failed look-ups included.
-NGRAM_LENGTH = 3.08
+NGRAM_LENGTH = 2.92
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -44,7 +48,7 @@ SHAPES = {
     "8b": (4096, 14336, 32, 32, 8, 128),
     "1b": (2048, 8192, 16, 32, 8, 64),
     "160m": (768, 3072, 12, 12, 12, 64),
-    "tiny": (64, 128, 4, 4, 2, 16),
+    "tiny": (64, 128, 4, 2, 1, 32),
 }
 NAMES = (
     "hidden_size",
@@ -147,10 +151,43 @@ def ask(engine: subprocess.Popen, question: dict | None) -> dict:
     return json.loads(line)
 
 
-def measure(shape: str, options: argparse.Namespace, root: Path) -> list[dict]:
-    """Return one row per method and batch size: tokens per second, and the speedup paired by round."""
+def weights_gb(shape: str) -> float:
+    """Return what a target's bfloat16 weights take, 1e9 bytes."""
+    hidden, intermediate, layers, heads, kv_heads, head_dim = SHAPES[shape]
+    layer = 2 * (heads + kv_heads) * head_dim * hidden + 3 * hidden * intermediate
+    return 2 * (layers * layer + 2 * hidden * LLAMA["vocab_size"]) / 1e9
+
+
+def check_memory(shape: str, options: argparse.Namespace) -> None:
+    """Refuse before minutes are spent on starting engines that cannot all fit this GPU.
+
+    Raises:
+        SystemExit: they do not, with what to do.
+    """
+    share = json.loads(options.engine).get("gpu_memory_utilization")
+    answer = _output("nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits").split()
+    if share is None or not answer or not answer[0].isdigit():  # some devices share the host's memory and name none
+        return
+    total = int(answer[0]) * 2**20 / 1e9
+    # Besides the weights: keys and values of 64 requests, activations, CUDA graphs.
+    needed = weights_gb(shape) + (weights_gb(DRAFT_MODEL[shape]) if "draft_model" in options.methods else 0) + 4
+    if share * total < needed:
+        raise SystemExit(
+            f"{shape}: an engine needs about {needed:.0f} GB, gpu_memory_utilization {share} of this GPU is "
+            f"{share * total:.0f} GB; measure in pairs: --methods plain,eesd --engine "
+            "'{\"gpu_memory_utilization\": 0.45}', then plain and another"
+        )
+
+
+def _output(*command: str) -> str:
+    if shutil.which(command[0]) is None:
+        return ""
+    return subprocess.run(command, capture_output=True, text=True, timeout=60).stdout.strip()
+
+
+def measure(shape: str, options: argparse.Namespace, root: Path) -> Iterator[list[dict]]:
+    """Yield, per batch size, one row per method: tokens per second, and the speedup paired by round."""
     engines = {}
-    rows = []
     try:
         for method in options.methods:
             command = [sys.executable, __file__, shape, "--serve", method, "--root", str(root)]
@@ -165,6 +202,7 @@ def measure(shape: str, options: argparse.Namespace, root: Path) -> list[dict]:
                     answer = ask(engine, question)
                     if turn:  # the first turn warms up
                         speeds[method].append(answer["tokens"] / answer["seconds"])
+            rows = []
             for method, figures in speeds.items():
                 ratios = [own / plain for own, plain in zip(figures, speeds["plain"], strict=True)]
                 rows.append(
@@ -181,16 +219,18 @@ def measure(shape: str, options: argparse.Namespace, root: Path) -> list[dict]:
                     }
                 )
                 print(rows[-1], flush=True)
+            yield rows
     finally:
         for engine in engines.values():
             engine.stdin.close()
         for engine in engines.values():
             engine.wait()
-    return rows
 
 
-def plot(path: Path) -> Path:
-    """Draw speedup against batch size, a panel per shape; return the picture's path."""
+def plot(path: Path) -> Path | None:
+    """Draw speedup against batch size, a panel per shape; return the picture's path, None without matplotlib."""
+    if find_spec("matplotlib") is None:
+        return None
     import matplotlib
 
     matplotlib.use("Agg")
@@ -238,9 +278,12 @@ def main() -> None:
         sys.path.append(str(Path(__file__).resolve().parents[1]))
         from harness import append
 
+        check_memory(options.shape, options)
         with tempfile.TemporaryDirectory() as root:
-            append(options.csv, measure(options.shape, options, Path(root)))
-    print(plot(options.plot or options.csv))
+            for rows in measure(options.shape, options, Path(root)):
+                append(options.csv, rows)
+    path = options.plot or options.csv
+    print(plot(path) or f"{path}; no plot: matplotlib is not installed")
 
 
 if __name__ == "__main__":

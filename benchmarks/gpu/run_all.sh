@@ -6,15 +6,17 @@
 #   benchmarks/gpu/run_all.sh STAGE...       these stages only, done or not
 #
 # PYTHON names the interpreter (default .venv/bin/python, else python3). Each stage has a limit of its own; its log is
-# build/gpu/STAGE.log, and build/gpu/STAGE.done says it passed: remove that to run it again. Figures go to
-# benchmarks/results/gpu_*.{csv,json,png} and benchmarks/results/kernels_cuda.csv. A stage that fails does not stop the
-# others; the exit status is the number of failed stages.
+# build/gpu/STAGE.log, and build/gpu/STAGE.done says it passed: remove that to run it again (WORK names another folder
+# than build/gpu). Figures go to benchmarks/results/gpu_*.{csv,json,png} and benchmarks/results/kernels_cuda.csv. A stage
+# that fails does not stop the others; the exit status is the number of failed stages.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 
+# Scripts find each other by PYTHONPATH: with a safe path Python does not look into a script's own folder.
+export PYTHONPATH=$PWD/benchmarks${PYTHONPATH:+:$PYTHONPATH}
 export PYTHONSAFEPATH=1 HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 VLLM_USE_FLASHINFER_SAMPLER=0
 python=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}
-work=build/gpu results=benchmarks/results model=models/eesd-code-10m
+work=${WORK:-build/gpu} results=benchmarks/results model=models/eesd-code-10m
 prompts=models/prompts/held_out_code.jsonl
 
 # name|minutes|command; correctness before speed.
@@ -26,7 +28,7 @@ stages=(
     "v2|15|$python -m pytest -q tests/v2/interpreted"
     "lossless|10|$python benchmarks/gpu/lossless.py --json $results/gpu_lossless.json"
     "bench_kernels|20|$python benchmarks/bench_kernels.py"
-    "embedded|15|$python -m vllm_eesd.cli bench latency --model $model --prompts $prompts --methods plain,eesd,ngram --batch 1,8,32,64 --dtype bfloat16 --json $results/gpu_embedded.json"
+    "embedded|15|$python -m vllm_eesd.cli bench latency --model $model --prompts $prompts --methods plain,eesd,ngram --batch 1,8,32 --dtype bfloat16 --json $results/gpu_embedded.json"
     "end_to_end_1b|20|$python benchmarks/gpu/end_to_end.py 1b --csv $results/gpu_end_to_end.csv"
     "end_to_end_8b|30|$python benchmarks/gpu/end_to_end.py 8b --csv $results/gpu_end_to_end.csv"
 )

@@ -1,5 +1,6 @@
 """`.ci/check-seams` reads another release's wheel; of the installed release it must say what `check_host` says."""
 
+import ast
 import importlib.util
 import subprocess
 import sys
@@ -12,8 +13,9 @@ from vllm_eesd.host import plugin, v2_seams
 
 SCRIPT = Path(__file__).resolve().parents[2] / ".ci" / "check-seams"
 SEAMS = (*plugin.SEAMS, *v2_seams.SEAMS)
-#: Where the functions are that Model Runner V2 imports by name.
-IMPORTED = ("vllm.v1.worker.gpu.spec_decode", "vllm.v1.worker.gpu.spec_decode.adaptive_verification")
+_V2 = "vllm.v1.worker.gpu.spec_decode"
+#: Where the functions are that Model Runner V2 imports by name, and the classes that EESD's take the place of.
+IMPORTED = (_V2, f"{_V2}.adaptive_verification", f"{_V2}.speculator")
 
 
 @pytest.fixture
@@ -24,13 +26,21 @@ def make_wheel(tmp_path):
         path = tmp_path / "vllm-0.0.0-py3-none-any.whl"
         package = Path(importlib.util.find_spec("vllm").origin).parent
         with zipfile.ZipFile(path, "w") as wheel:
-            for name in {seam.target.partition(":")[0] for seam in SEAMS} | set(IMPORTED):
+            names = {seam.target.partition(":")[0] for seam in SEAMS} | set(IMPORTED) | imported_by_name()
+            for name in names:
                 file = package.parent.joinpath(*name.split("."))
                 file = file / "__init__.py" if file.is_dir() else file.with_suffix(".py")
                 wheel.writestr(str(file.relative_to(package.parent)), edit(file.read_text()))
         return path
 
     return make
+
+
+def imported_by_name():
+    """The modules of vLLM that EESD imports from."""
+    files = Path(plugin.__file__).parent.glob("*compat.py")
+    nodes = (node for path in files for node in ast.parse(path.read_text()).body)
+    return {node.module for node in nodes if isinstance(node, ast.ImportFrom)}
 
 
 def run(wheel):
@@ -40,16 +50,21 @@ def run(wheel):
 def test_the_installed_release_fits(make_wheel):
     done = run(make_wheel(lambda source: source))
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count(": fits\n") == len(SEAMS)
+    assert done.stdout.count(": fits\n") == len(SEAMS) == len(done.stdout.splitlines()) - 1
 
 
 def test_other_arguments_and_vanished_places_are_told(make_wheel):
     def edit(source):
-        return source.replace("def take_draft_token_ids(self)", "def take_draft_token_ids(self, wait)").replace(
-            "def add_requests(", "def add_all_requests("
+        return (
+            source.replace("def take_draft_token_ids(self)", "def take_draft_token_ids(self, wait)")
+            .replace("def add_requests(", "def add_all_requests(")
+            .replace("def compact_batch(\n        self,", "def compact_batch(\n        self, now,")
+            .replace("class ReplicatedLinear(", "class Replicated(")
         )
 
     done = run(make_wheel(edit))
     assert done.returncode == 1
     assert "GPUModelRunner.take_draft_token_ids: CHANGED" in done.stdout and "(self, wait)" in done.stdout
     assert "GPUModelRunner.add_requests: GONE" in done.stdout
+    assert "AdaptiveVerificationManager.compact_batch: CHANGED, now (self, now," in done.stdout
+    assert "linear:ReplicatedLinear: GONE, compat.py imports it" in done.stdout

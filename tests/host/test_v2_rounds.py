@@ -8,9 +8,10 @@ import torch
 
 from vllm_eesd.config import EESDConfig
 from vllm_eesd.exit_head.checkpoint import ExitHeadConfig, Verifier
-from vllm_eesd.host import v2_rounds
+from vllm_eesd.host import v2_rounds, v2_trace
 from vllm_eesd.host.v2_lag import LAG
 from vllm_eesd.host.v2_rounds import Rounds
+from vllm_eesd.round_trace import Judged
 
 K = 4
 ALWAYS = {"policy": "confidence", "policy_args": {"threshold": 0.5}}
@@ -135,3 +136,77 @@ def test_drafts_a_grammar_cut_are_unobserved(monkeypatch, asynchronous, failures
         rounds.begin(batch([0], scheduled=[K]), torch.tensor([1], dtype=torch.int32), asynchronous)
         last = rounds.policy.posterior.parameters(np.array([0]))[1]
     assert (last - before).tolist() == [failures]
+
+
+def test_after_a_fault_nobody_has_a_draft_and_everybody_is_admitted_anew(monkeypatch):
+    rounds = make_rounds(monkeypatch, policy="fixed")
+    slots = np.array([0, 2])
+    rounds.admit([0, 2], [new_request(), new_request(eesd_max_draft_tokens=1)])
+    prior = rounds.policy.posterior.parameters(slots).tolist()
+    for _ in range(LAG + 2):
+        begin(rounds, [0, 2], [1, 1], scheduled=[K, K])
+    assert rounds.policy.posterior.parameters(slots).tolist() != prior
+    with monkeypatch.context() as patch:
+        patch.setattr(rounds.policy, "begin_round", lambda *args: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            begin(rounds, [0, 2], [1, 1], scheduled=[K, K])
+    rounds.start_afresh()
+    assert rounds.num_drafted.tolist() == [0, 0, 0]
+    begin(rounds, [0, 2], [1, 1], scheduled=[K, K])
+    assert rounds.policy.posterior.parameters(slots).tolist() == prior  # what was under way is dropped
+    assert rounds.lengths.tolist() == [K, 1]
+    for _ in range(LAG + 1):  # the first step verified nothing
+        begin(rounds, [0, 2], [1, 1], scheduled=[K, K])
+    assert rounds.policy.posterior.parameters(slots).tolist() != prior
+
+
+def test_a_request_that_could_not_be_admitted_is_admitted_with_its_first_round(monkeypatch):
+    rounds = make_rounds(monkeypatch, policy="fixed")
+    with monkeypatch.context() as patch:
+        patch.setattr(rounds.policy, "reset", lambda *args: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            rounds.admit([1], [new_request(eesd_max_draft_tokens=2)])
+    rounds.start_afresh()
+    begin(rounds, [1], [1])
+    assert rounds.lengths.tolist() == [2]
+
+
+def test_warming_up_teaches_nothing(monkeypatch):
+    """vLLM warms up with requests of its own making, whose steps wait for compilers."""
+    rounds = make_rounds(monkeypatch, policy="fixed")
+    rounds.learns = False
+    rounds.admit([1], [new_request()])
+    before, costs = rounds.policy.posterior.parameters(np.array([1])).tolist(), rounds.policy.costs.state()
+    for _ in range(LAG + 3):
+        begin(rounds, [1], [2], scheduled=[K])
+    assert rounds.policy.posterior.parameters(np.array([1])).tolist() == before
+    assert rounds.policy.costs.state() == costs and rounds.stats.rounds == 0
+    rounds.learns = True
+    begin(rounds, [1], [2], scheduled=[K])
+    assert rounds.stats.rounds == 1 and rounds.policy.costs.state() != costs
+
+
+def test_a_traced_round_is_what_the_target_judged(monkeypatch):
+    """Tokens come from the device; a grammar's cuts are unknown there, so only what was accepted is told."""
+    rounds = make_rounds(monkeypatch, policy="fixed")
+    noted = []
+    rounds.round_trace = SimpleNamespace(add_pending=lambda *args: noted.append(args))
+    rounds.admit([0, 1, 2], [new_request(), new_request(structured_outputs=object()), new_request()])
+
+    def step(prefilling, scheduled):
+        drafts = torch.tensor([[11, 12, 13, 14], [21, 22, 23, 24], [31, 32, 33, 34]])
+        last, num_sampled = torch.tensor([19, 29, 39]), torch.tensor([3, 2, 5], dtype=torch.int32)
+        step = batch([0, 1, 2], scheduled)
+        step.is_prefilling_np, step.req_ids = np.array(prefilling), ["a", "b", "c"]
+        tokens = v2_trace.tokens_of_step(drafts, last, num_sampled)
+        times = rounds.begin(step, num_sampled, True, tokens)
+        times.moments.mark()
+
+    step([False] * 3, [K] * 3)  # nothing is known of the time before it
+    assert not noted
+    step([False, False, True], [K, K, 0])
+    ((slots, policy, _, num_reqs, outcome),) = noted
+    assert (slots.tolist(), policy, num_reqs) == ([0, 1, 2], rounds.policy, 2)
+    known = outcome()
+    assert known.judged == [Judged("a", [11, 12, 13, 14], [11, 12, 19]), Judged("b", [21], [21, 29])]
+    assert known.rows.tolist() == [0, 1] and known.verify_ms > 0 and known.draft_steps_ms == []

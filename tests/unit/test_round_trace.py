@@ -10,7 +10,7 @@ import pytest
 
 from vllm_eesd import round_trace
 from vllm_eesd.policy import BetaPosterior, CostModel, Dispatch, build_policy
-from vllm_eesd.round_trace import Judged, RoundTrace, check_trace_file, read_rounds
+from vllm_eesd.round_trace import Judged, Outcome, RoundTrace, check_trace_file, read_rounds
 
 SLOTS = np.array([2, 0])
 
@@ -58,6 +58,22 @@ def test_unknown_confidences_are_null_and_rounds_without_drafts_are_rounds(tmp_p
     first, second = read_rounds(tmp_path / "rounds.jsonl")
     assert (first["draft"], first["accepted"], first["draft_steps_ms"]) == ([], 0, [])
     assert second["confidences"] == [0.8, None]
+
+
+def test_rounds_whose_outcome_is_under_way_are_written_later_and_in_order(tmp_path, policy):
+    trace = RoundTrace(str(tmp_path / "rounds.jsonl"), {})
+    first = []  # two rows decoded of three
+    outcome = Outcome(np.array([0, 2]), [Judged("a", [7, 8], [7, 1]), Judged("c", [5], [5, 6])], [0.5], 0.1, 2.0)
+    trace.add_pending(np.array([2, 1, 0]), policy, time.perf_counter(), 2, lambda: first[0] if first else None)
+    trace.add([Judged("b", [], [4])], SLOTS[:1], policy, time.perf_counter(), [], None)
+    trace._flush()
+    assert read_rounds(tmp_path / "rounds.jsonl") == []
+    first.append(outcome)
+    trace.close()
+    rounds = read_rounds(tmp_path / "rounds.jsonl")
+    assert [(record["request"], record["emitted"]) for record in rounds] == [("a", [7, 1]), ("c", [5, 6]), ("b", [4])]
+    assert [record["confidences"] for record in rounds] == [[0.91, 0.5], [0.8], []]
+    assert rounds[0]["draft_steps_ms"] == [0.5] and rounds[0]["verify_ms"] == 2.0 and rounds[0]["batch"] == 2
 
 
 def test_writing_waits_for_nobody(tmp_path, policy, monkeypatch):

@@ -23,12 +23,17 @@ class CircuitBreaker:
     forward (exit layer included) before anything there is read, vLLM caches a block for other requests only when all
     its tokens are computed, and `allocated_tokens` keeps drafting inside blocks that are the request's own. So a failed
     round needs no repair: no draft is scheduled, and the next step runs the bonus token as a plain one would.
-    What the adapter itself knew may be half written; `EarlyExitProposer` drops it and admits every request anew. What
-    sampled drafts were drawn from is dropped with them: the batch has no draft left that it could belong to.
+    What the adapter itself knew may be half written; it drops that and admits every request anew. What sampled drafts
+    were drawn from is dropped with them: the batch has no draft left that it could belong to. On Model Runner V2, whose
+    scheduler plans drafts that it has not seen, the worker trims them all away (`RaggedVerification`), and what a draft
+    step left in the device's buffers is written anew before the next one reads it.
 
     **Several ranks.** Draft steps and target steps use the same collectives. A rank that left its round early would
     pair its next collective with another one of its peers, and compute with wrong numbers; so with tensor parallelism
     the rank ends its process, and vLLM's executor ends the engine as for any worker that died.
+
+    **A GPU.** An error that the device itself reports (an illegal access, say) breaks its context: whatever runs next
+    fails too, the target's forward included, and the engine ends as it would without EESD.
     """
 
     def __init__(self) -> None:

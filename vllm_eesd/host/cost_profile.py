@@ -13,6 +13,8 @@ from vllm_eesd.host.compat import create_forward_context, get_tp_group, override
 from vllm_eesd.host.exit_layer import DraftStep
 from vllm_eesd.policy import CostModel
 
+#: Runs a step of some size and returns the ms it took.
+Job = Callable[[], float]
 #: All of it together; a size that was begun is finished.
 BUDGET_S = 0.3
 #: In the order they are timed: with little time the first ones must do. The others lie between or beyond.
@@ -22,7 +24,7 @@ MOST_PASSES = 6
 
 
 def profile_costs(runner: Any, step: DraftStep, costs: CostModel) -> None:
-    """Give `costs` something to start from.
+    """Give `costs` something to start from, on Model Runner V1.
 
     Without requests there is no attention: what is timed are the layers' matrices, the norms and the LM head, which is
     what grows with the number of tokens. What an engine step takes besides is learned from the first steps.
@@ -31,10 +33,56 @@ def profile_costs(runner: Any, step: DraftStep, costs: CostModel) -> None:
         runner: vLLM's GPUModelRunner, its model compiled.
         step: the compiled draft step.
     """
-    scheduler = runner.scheduler_config
-    most_tokens = min(runner.max_num_reqs * (runner.num_spec_tokens + 1), scheduler.max_num_batched_tokens)
-    jobs = {("forward", n): forward_call(runner, n) for n in FORWARD_TOKENS if n <= most_tokens}
-    jobs |= {("draft", n): draft_call(runner, step, n) for n in DRAFT_ROWS if n <= runner.max_num_reqs}
+    longest = runner.num_spec_tokens
+
+    def forward(num_tokens: int) -> Job:
+        return _timed(forward_call(runner, num_tokens))
+
+    _profile(runner, longest, forward, lambda num_rows: _timed(draft_call(runner, step, num_rows)), costs)
+
+
+def profile_v2_costs(runner: Any, speculator: Any, costs: CostModel) -> None:
+    """The same on Model Runner V2, whose dummy runs have attention and replay CUDA graphs where serving does.
+
+    Args:
+        runner: vLLM's GPUModelRunner, warmed up and its graphs captured.
+        speculator: the `EarlyExitSpeculator`.
+    """
+    synchronize = torch.cuda.synchronize if runner.device.type == "cuda" else lambda: None
+
+    def forward(num_tokens: int) -> Job:
+        def run() -> None:
+            with torch.inference_mode():
+                hidden_states, _ = runner._dummy_run(num_tokens)
+                runner.model.compute_logits(hidden_states[:num_tokens])
+            synchronize()
+
+        def job() -> float:
+            speculator.rests_in_dummy_runs = True
+            try:
+                return _timed(run)()
+            finally:
+                speculator.rests_in_dummy_runs = False
+
+        return job
+
+    def draft(num_rows: int) -> Job:
+        def job() -> float:
+            runner._dummy_run(num_rows)
+            synchronize()
+            return speculator.dummy_times.ms(speculator.dummy_times, 0, 1)
+
+        return job
+
+    _profile(runner, speculator.num_speculative_tokens, forward, draft, costs)
+
+
+def _profile(
+    runner: Any, longest_draft: int, forward: Callable[[int], Job], draft: Callable[[int], Job], costs: CostModel
+) -> None:
+    most_tokens = min(runner.max_num_reqs * (longest_draft + 1), runner.scheduler_config.max_num_batched_tokens)
+    jobs = {("forward", n): forward(n) for n in FORWARD_TOKENS if n <= most_tokens}
+    jobs |= {("draft", n): draft(n) for n in DRAFT_ROWS if n <= runner.max_num_reqs}
     order = sorted(jobs, key=lambda job: (FORWARD_TOKENS if job[0] == "forward" else DRAFT_ROWS).index(job[1]))
     times = _time(jobs, order)
     medians = {job: statistics.median(ms[1:] or ms) for job, ms in times.items()}  # the first is a rehearsal
@@ -43,7 +91,7 @@ def profile_costs(runner: Any, step: DraftStep, costs: CostModel) -> None:
         costs.start_from(forwards, drafts)
 
 
-def _time(jobs: dict[Any, Callable[[], None]], order: list[Any]) -> dict[Any, list[float]]:
+def _time(jobs: dict[Any, Job], order: list[Any]) -> dict[Any, list[float]]:
     """Return ms of every job that the budget had room for; every rank gets rank 0's, and does the same jobs."""
     group, times = get_tp_group(), {}
     deadline = time.perf_counter() + BUDGET_S
@@ -53,10 +101,17 @@ def _time(jobs: dict[Any, Callable[[], None]], order: list[Any]) -> dict[Any, li
             going_on = group.broadcast_object(going_on, src=0)
         if not going_on:
             break
-        began = time.perf_counter()
-        jobs[job]()
-        times.setdefault(job, []).append((time.perf_counter() - began) * 1e3)
+        times.setdefault(job, []).append(jobs[job]())
     return group.broadcast_object(times, src=0) if group.world_size > 1 else times
+
+
+def _timed(call: Callable[[], None]) -> Job:
+    def job() -> float:
+        began = time.perf_counter()
+        call()
+        return (time.perf_counter() - began) * 1e3
+
+    return job
 
 
 def forward_call(runner: Any, num_tokens: int) -> Callable[[], None]:

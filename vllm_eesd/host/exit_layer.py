@@ -324,12 +324,19 @@ class DraftStep(nn.Module):
 
 
 @torch.inference_mode()
-def compile_draft_step(step: DraftStep, vllm_config: VllmConfig, device: torch.device) -> None:
-    """Run the step once, which compiles it; two rows, because a batch of one would be compiled for one only."""
+def compile_draft_step(
+    step: DraftStep, vllm_config: VllmConfig, device: torch.device, token_dtype: torch.dtype = torch.int64
+) -> None:
+    """Run the step once, which compiles it; two rows, because a batch of one would be compiled for one only.
+
+    Args:
+        token_dtype: of the token ids that drafting will pass. vLLM drops a compiled graph's guards: ids of another
+            width would be read as if they had this one.
+    """
     if step.do_not_compile:
         return
     rows = torch.zeros(2, dtype=torch.int64, device=device)
     model_config = vllm_config.model_config
     hidden_states = torch.zeros(2, model_config.get_hidden_size(), dtype=model_config.dtype, device=device)
     with override_forward_context(create_forward_context(None, vllm_config)):
-        step(rows, rows.clone(), step.round_context(hidden_states))
+        step(rows.to(token_dtype), rows.clone(), step.round_context(hidden_states))

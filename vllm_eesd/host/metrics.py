@@ -98,16 +98,16 @@ def make_metrics_directory() -> str:
     return directory
 
 
-def publish(directory: str, engine: int, stats: DraftStats, breaker: CircuitBreaker | None = None) -> None:
+def publish(directory: str, engine: int, stats: DraftStats, breaker: CircuitBreaker) -> None:
     """Keep a file with these counters up to date from a thread, for as long as `stats` exists and the directory does.
 
     Args:
         directory: of `make_metrics_directory`.
         engine: its number, the label of its metrics.
         stats: what rounds counted.
-        breaker: what faults while drafting did; None where a fault ends the engine (Model Runner V2).
+        breaker: what faults while drafting did.
     """
-    arguments = (directory, engine, weakref.ref(stats), breaker or CircuitBreaker())
+    arguments = (directory, engine, weakref.ref(stats), breaker)
     threading.Thread(target=_publish_on, args=arguments, name="eesd-metrics", daemon=True).start()
 
 

@@ -164,10 +164,9 @@ def _wrap_executor_take_draft_token_ids(original: Callable[..., Any]) -> Callabl
 
 def _wrap_compile_or_warm_up_model(original: Callable[..., Any]) -> Callable[..., Any]:
     def compile_or_warm_up_model(self):
-        from vllm_eesd.host.v1 import EarlyExitProposer
-
-        drafter = getattr(self.model_runner, "drafter", None)
-        if isinstance(drafter, EarlyExitProposer):
+        # V1's drafter or, where the V2 runner runs on a CPU, its speculator; vLLM's own have no such method.
+        drafter = getattr(self.model_runner, "drafter", None) or getattr(self.model_runner, "speculator", None)
+        if hasattr(drafter, "profile_costs"):
             drafter.profile_costs(self.model_runner)
         return original(self)  # which resets the random seed
 

@@ -77,8 +77,6 @@ class EESDSpeculativeConfig(SpeculativeConfig):
         check_trace_file(eesd.policy_args.get("trace_file"))
         environment = read_environment()
         check_runner(environment, target, parallel, enable_lora)
-        if environment.runner == "V2" and eesd.policy_args.get("trace_file") is not None:
-            raise ValueError("eesd: policy_args.trace_file is not supported on Model Runner V2; leave it out")
         longest = eesd.num_speculative_tokens
         if longest is None:
             # On V2 nothing is copied: the tokens stay on the device.

@@ -62,7 +62,7 @@ class EarlyExitProposer:
         self._requests = RunningRequests(max_num_reqs, config.num_speculative_tokens, self.policy, self._continuations)
         #: While set, drafts are recorded instead of verified.
         self.recorder: DenseRecorder | None = None
-        self.round_trace = _open_trace(config)
+        self.round_trace = open_trace(config)
         self._rows: DraftRows | None = None
         #: When the last round ended, and what its draft steps took: (rows, ms) each, and (rows, ms) of all the rest.
         self._round_ended = 0.0
@@ -303,7 +303,8 @@ class EarlyExitProposer:
             logger.info("EESD: %s", self.stats.summary())
 
 
-def _open_trace(config: EESDSpeculativeConfig) -> RoundTrace | None:
+def open_trace(config: EESDSpeculativeConfig) -> RoundTrace | None:
+    """Return the writer of `policy_args.trace_file` on the rank that has it, None elsewhere and where none is named."""
     path = config.eesd.policy_args.get("trace_file")
     if path is None or get_tp_group().rank_in_group:  # every rank sees the same rounds
         return None

@@ -8,15 +8,19 @@ import numpy as np
 import torch
 from torch import nn
 
+from vllm_eesd.host.circuit_breaker import CircuitBreaker
 from vllm_eesd.host.compat import VllmConfig, get_tp_group, init_logger, set_model_tag
+from vllm_eesd.host.cost_profile import profile_v2_costs
 from vllm_eesd.host.exit_layer import HEAD_CLASSES, DraftStep, ExitHead, compile_draft_step
 from vllm_eesd.host.metrics import publish
 from vllm_eesd.host.speculative import EESDSpeculativeConfig
 from vllm_eesd.host.v2_compat import dispatch_cg_and_sync_dp, gpu_sync_allowed
 from vllm_eesd.host.v2_draft_steps import DraftSteps
-from vllm_eesd.host.v2_lag import copy_to_host
+from vllm_eesd.host.v2_lag import Timestamps, copy_to_host
 from vllm_eesd.host.v2_ragged import RaggedVerification
 from vllm_eesd.host.v2_rounds import Rounds
+from vllm_eesd.host.v2_trace import tokens_of_step
+from vllm_eesd.host.v2_verification import Verification, can_verify, only_temperature, warm_up
 
 logger = init_logger("vllm.eesd")
 
@@ -38,8 +42,15 @@ class EarlyExitSpeculator(DraftSteps):
         self._asynchronous = vllm_config.scheduler_config.async_scheduling
         self.num_speculative_tokens = config.num_speculative_tokens
         self.rounds = Rounds(config, self.max_num_reqs, self.max_model_len, device)
+        self.rounds.learns = False  # until `profile_costs`
+        self.breaker, self.verification = CircuitBreaker(), Verification(self.max_num_reqs)
         if get_tp_group().rank_in_group == 0:
-            publish(config.metrics_directory, vllm_config.parallel_config.data_parallel_rank, self.stats)
+            rank = vllm_config.parallel_config.data_parallel_rank
+            publish(config.metrics_directory, rank, self.stats, self.breaker)
+        #: While set, a dummy run is the target's alone.
+        self.rests_in_dummy_runs = False
+        #: Before and after the draft step of the last dummy run.
+        self.dummy_times = Timestamps(device)
         self._confidence_cpu = torch.zeros(
             self.num_speculative_tokens, self.max_num_reqs, pin_memory=device.type == "cuda"
         )
@@ -74,9 +85,20 @@ class EarlyExitSpeculator(DraftSteps):
         if step.reads_target_output:
             size = self.max_num_reqs, self.hidden_size
             self._round_context = torch.zeros(size, dtype=self.dtype, device=self.device)
-        compile_draft_step(step, self.vllm_config, self.device)
+        compile_draft_step(step, self.vllm_config, self.device, self.input_buffers.input_ids.dtype)
         logger.info("EESD drafts with layers 0..%d and a %s exit head", config.exit_layer - 1, config.head_type)
         return step
+
+    def profile_costs(self, runner: Any) -> None:
+        """Time steps of a few sizes, so that the first requests are not the ones to learn from; then serving begins.
+
+        Called once the worker is warmed up, which vLLM does with requests and drafts of its own making.
+        """
+        if can_verify(runner.rejection_sampler):
+            warm_up(runner, self.draft_logits)
+        profile_v2_costs(runner, self, self.policy.costs)
+        self.rounds.start_afresh()
+        self.rounds.learns = True
 
     def ragged_verification(self, query_start_loc: torch.Tensor) -> RaggedVerification:
         """Return what trims scheduled drafts to this speculator's lengths."""
@@ -86,9 +108,16 @@ class EarlyExitSpeculator(DraftSteps):
 
     def admit(self, new_requests: list[Any]) -> None:
         """Take in requests that start or come back from preemption: vLLM's NewRequestData."""
-        if new_requests:
-            slots = [self._req_states.req_id_to_index[request.req_id] for request in new_requests]
+        if not new_requests:
+            return
+        slots = [self._req_states.req_id_to_index[request.req_id] for request in new_requests]
+        self.verification.alone[slots] = [only_temperature(request.sampling_params) for request in new_requests]
+        if self.breaker.is_open:
+            return
+        try:
             self.rounds.admit(slots, new_requests)
+        except Exception as error:
+            self._survive(error)
 
     def draft_lengths(self, req_ids: list[str]) -> list[int]:
         """Return the length of each request's current draft; 0 for those that have ended."""
@@ -125,24 +154,73 @@ class EarlyExitSpeculator(DraftSteps):
         Source: DraftModelSpeculator.propose, whose other arguments drafting does not need.
         """
         num_reqs = input_batch.num_reqs
-        self._copy_request_inputs(num_reqs, input_batch.idx_mapping, temperature, seeds, dummy_run=dummy_run)
+        step = input_batch, last_hidden_states, num_sampled, num_rejected, last_sampled
         if dummy_run:
             self.rounds.pause()
-        else:
-            times = self.rounds.begin(input_batch, num_sampled, self._asynchronous)
+            if not self.rests_in_dummy_runs:
+                self._copy_request_inputs(num_reqs, input_batch.idx_mapping, temperature, seeds, dummy_run=True)
+                self._dummy_step(*step, skip_attn_for_dummy_run, is_profile)
+        elif not self.breaker.is_open:
+            try:
+                self._copy_request_inputs(num_reqs, input_batch.idx_mapping, temperature, seeds, dummy_run=False)
+                self._learn_and_draft(*step)
+                self.breaker.passed()
+            except Exception as error:
+                self._survive(error)
+        return self.draft_tokens[:num_reqs]
+
+    def _learn_and_draft(
+        self,
+        input_batch: Any,
+        last_hidden_states: torch.Tensor,
+        num_sampled: torch.Tensor,
+        num_rejected: torch.Tensor,
+        last_sampled: torch.Tensor,
+    ) -> None:
+        """See `propose`."""
+        num_reqs, seq_lens = input_batch.num_reqs, input_batch.seq_lens_cpu_upper_bound
+        tokens = None
+        if self.rounds.round_trace is not None:
+            slots = input_batch.idx_mapping
+            # The drafts just verified: this round's take their place once it is over.
+            tokens = tokens_of_step(self._req_states.draft_tokens[slots], last_sampled[slots, 0], num_sampled)
+        times = self.rounds.begin(input_batch, num_sampled, self._asynchronous, tokens)
         self._prepare(input_batch, last_hidden_states, num_sampled, num_rejected, last_sampled)
-        graph, _ = dispatch_cg_and_sync_dp(
-            self._graphs, num_reqs, num_reqs, uniform_token_count=1, dp_size=1, dp_rank=0, need_eager=is_profile
-        )
-        seq_lens = input_batch.seq_lens_cpu_upper_bound
-        longest = int(seq_lens[:num_reqs].max()) + self.num_speculative_tokens
-        self.draft_max_seq_len = min(longest, self.max_model_len)
-        if dummy_run:
-            self._run_step(1, num_reqs, graph, seq_lens, skip_attn_for_dummy_run)
-            return self.draft_tokens[:num_reqs]
+        graph = self._graph_for(num_reqs, seq_lens)
         times.moments.mark()
         self._run_round(num_reqs, graph, seq_lens, times)
-        return self.draft_tokens[:num_reqs]
+
+    def _dummy_step(
+        self,
+        input_batch: Any,
+        last_hidden_states: torch.Tensor,
+        num_sampled: torch.Tensor,
+        num_rejected: torch.Tensor,
+        last_sampled: torch.Tensor,
+        skip_attn: bool,
+        is_profile: bool,
+    ) -> None:
+        """Run one draft step that writes nothing. A fault here is not survived: nothing is served yet."""
+        num_reqs, seq_lens = input_batch.num_reqs, input_batch.seq_lens_cpu_upper_bound
+        self._prepare(input_batch, last_hidden_states, num_sampled, num_rejected, last_sampled)
+        graph = self._graph_for(num_reqs, seq_lens, need_eager=is_profile)
+        self.dummy_times = Timestamps(self.device)
+        self.dummy_times.mark()
+        self._run_step(1, num_reqs, graph, seq_lens, skip_attn)
+        self.dummy_times.mark()
+
+    def _survive(self, error: Exception) -> None:
+        """Nobody has a draft after a fault; what it left on the device is overwritten, see `CircuitBreaker`."""
+        self.rounds.start_afresh()
+        self.breaker.fault(error)
+
+    def _graph_for(self, num_reqs: int, seq_lens: torch.Tensor, need_eager: bool = False) -> Any:
+        """Return vLLM's batch descriptor of this round's draft steps, with the graph that replays them, if any."""
+        longest = int(seq_lens[:num_reqs].max()) + self.num_speculative_tokens
+        self.draft_max_seq_len = min(longest, self.max_model_len)
+        return dispatch_cg_and_sync_dp(
+            self._graphs, num_reqs, num_reqs, uniform_token_count=1, dp_size=1, dp_rank=0, need_eager=need_eager
+        )[0]
 
     def _run_round(self, num_reqs: int, graph: Any, seq_lens: torch.Tensor, times: Any) -> None:
         """Run draft steps as long as somebody wants them.

@@ -5,7 +5,9 @@ patches torch, and only then may anything of V2 be imported.
 """
 
 from vllm.config.compilation import CUDAGraphMode
+from vllm.config.model import PROCESSED_LOGPROBS_MODES
 from vllm.forward_context import BatchDescriptor, set_forward_context
+from vllm.sampling_params import SamplingParams
 from vllm.utils.gpu_sync_debug import gpu_sync_allowed
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.attention.backend import AttentionCGSupport
@@ -16,15 +18,23 @@ from vllm.v1.worker.gpu.attn_utils import (
 )
 from vllm.v1.worker.gpu.dp_utils import dispatch_cg_and_sync_dp
 from vllm.v1.worker.gpu.model_runner import sort_batch_req_ids
+from vllm.v1.worker.gpu.sample.bad_words import BadWordsState
 from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
+from vllm.v1.worker.gpu.sample.logit_bias import LogitBiasState
+from vllm.v1.worker.gpu.sample.penalties import PenaltiesState
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.cudagraph_utils import SpeculatorCudaGraphManager
 
 __all__ = [
+    "PROCESSED_LOGPROBS_MODES",
     "AttentionCGSupport",
+    "BadWordsState",
     "BatchDescriptor",
     "CUDAGraphMode",
     "DraftModelSpeculator",
+    "LogitBiasState",
+    "PenaltiesState",
+    "SamplingParams",
     "SpeculatorCudaGraphManager",
     "async_tensor_h2d",
     "build_slot_mappings_by_layer",

@@ -47,6 +47,8 @@ class DraftSteps(DraftModelSpeculator):
         self._round_context: torch.Tensor | None = None
         self._arange = torch.arange(self.max_num_reqs + 1, dtype=torch.int32, device=device)
         self._graphs: SpeculatorCudaGraphManager | None = None
+        #: vLLM's, from `set_attn` on; the run that profiles memory comes before there is a KV cache.
+        self.block_tables: Any = None
 
     def set_attn(self, model_state: Any, kv_cache_config: Any, block_tables: Any, *target: Any) -> None:
         """As vLLM's, with metadata for the target layers that drafting runs through as well."""
@@ -100,8 +102,10 @@ class DraftSteps(DraftModelSpeculator):
         num_reqs, buffers = input_batch.num_reqs, self.input_buffers
         idx_mapping, blocks = input_batch.idx_mapping, self.block_tables
         bonus_positions = (input_batch.seq_lens[:num_reqs] - num_rejected).long()
-        capacity = blocks.num_blocks.gpu[self._kv_group][idx_mapping].long() * blocks.block_sizes[self._kv_group]
-        limit = capacity.clamp(max=self.max_model_len)
+        limit = torch.zeros_like(bonus_positions)
+        if blocks is not None:
+            capacity = blocks.num_blocks.gpu[self._kv_group][idx_mapping].long() * blocks.block_sizes[self._kv_group]
+            limit = capacity.clamp(max=self.max_model_len)
         may_write = (num_sampled > 0) & (self.idx_mapping[:num_reqs] >= 0) & (bonus_positions < limit)
         self.idx_mapping[:num_reqs] = torch.where(may_write, idx_mapping, -1)
         self._position_limit[:num_reqs] = torch.where(may_write, limit, 0)

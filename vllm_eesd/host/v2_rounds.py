@@ -12,8 +12,9 @@ import torch
 from vllm_eesd.host.compat import get_tp_group, init_logger
 from vllm_eesd.host.running_requests import NewRequest, RunningRequests
 from vllm_eesd.host.speculative import EESDSpeculativeConfig
-from vllm_eesd.host.v1 import REPORT_EVERY_S, build_dispatch
+from vllm_eesd.host.v1 import REPORT_EVERY_S, build_dispatch, open_trace
 from vllm_eesd.host.v2_lag import Judged, Lagged, RoundTimes
+from vllm_eesd.host.v2_trace import pending_outcome
 from vllm_eesd.stats import DraftStats
 
 logger = init_logger("vllm.eesd")
@@ -45,11 +46,15 @@ class Rounds:
         self._num_tokens = np.zeros(max_num_reqs, dtype=np.int64)
         self._generation = np.zeros(max_num_reqs, dtype=np.int64)
         self._has_grammar = np.zeros(max_num_reqs, dtype=bool)
-        self._lagged = Lagged(max_num_reqs, device)
-        self._times: RoundTimes | None = None
-        self._measured: list[tuple[str, tuple[int, ...], float]] = []
+        #: What the requests of all slots ever used asked for, and the slots whose policy does not know it yet.
+        self._requested: dict[int, NewRequest] = {}
+        self._not_admitted: set[int] = set()
+        self.round_trace = open_trace(config)
+        #: False while the worker warms up: its requests are made up, and its steps wait for compilers.
+        self.learns = True
         self._num_shared = 0
-        self._reported = time.perf_counter()
+        self._reported = self._began_s = time.perf_counter()
+        self._forget_steps()
 
     def admit(self, slots: Sequence[int], new_requests: Sequence[Any]) -> None:
         """Take in requests that start or come back from preemption.
@@ -57,24 +62,51 @@ class Rounds:
         Args:
             new_requests: vLLM's NewRequestData.
         """
-        taken = np.array(slots, dtype=np.int64)
-        requests = [NewRequest(r.sampling_params, len(r.prompt_token_ids or ()), "") for r in new_requests]
-        self.requests.admit(taken, requests, self._max_model_len)
-        self._generation[taken] += 1
-        self.num_drafted[taken] = 0
-        self._num_tokens[taken] = [len(r.prefill_token_ids) for r in new_requests]
-        self._has_grammar[taken] = [r.sampling_params.structured_outputs is not None for r in new_requests]
+        for slot, request in zip(slots, new_requests, strict=True):
+            params = request.sampling_params
+            self._requested[slot] = NewRequest(params, len(request.prompt_token_ids or ()), "")
+            self._not_admitted.add(slot)
+            self._generation[slot] += 1
+            self.num_drafted[slot] = 0
+            self._num_tokens[slot] = len(request.prefill_token_ids)
+            self._has_grammar[slot] = params.structured_outputs is not None
+        self._admit()
 
-    def begin(self, input_batch: Any, num_sampled: torch.Tensor, asynchronous: bool) -> RoundTimes:
+    def _admit(self) -> None:
+        slots = sorted(self._not_admitted)
+        self.requests.admit(np.array(slots), [self._requested[slot] for slot in slots], self._max_model_len)
+        self._not_admitted.clear()
+
+    def start_afresh(self) -> None:
+        """Drop what a failed round may have left half written: nobody has a draft, the next round admits all anew.
+
+        Outcomes under way are dropped with it. What is known of a request's length then lags behind by their tokens,
+        so its last draft may be longer than it needs to be; it is never verified past the request's end.
+        """
+        self.num_drafted.fill(0)
+        self._not_admitted = set(self._requested)
+        self._forget_steps()
+
+    def _forget_steps(self) -> None:
+        self._lagged = Lagged(len(self.num_drafted), self._device)
+        self._times: RoundTimes | None = None
+        self._measured: list[tuple[str, tuple[int, ...], float]] = []
+
+    def begin(
+        self, input_batch: Any, num_sampled: torch.Tensor, asynchronous: bool, tokens: torch.Tensor | None = None
+    ) -> RoundTimes:
         """Learn from the step that is now old enough, and ask who drafts a first token.
 
         Args:
             input_batch: vLLM's InputBatch of the step just run.
             num_sampled: [num_reqs] int32 on the device.
             asynchronous: whether vLLM schedules a step before the one before has ended.
+            tokens: of `v2_trace.tokens_of_step`, where rounds are traced.
         Returns:
             The new round's clock, at its beginning.
         """
+        if self._not_admitted:
+            self._admit()
         slots = input_batch.idx_mapping_np.astype(np.int64)
         self._times = times = RoundTimes(self._device, len(slots), self._times)
         times.moments.mark()
@@ -83,6 +115,9 @@ class Rounds:
         if scheduled is not None:
             verified = np.minimum(self.num_drafted[slots], scheduled)
         decoded = ~input_batch.is_prefilling_np
+        if tokens is not None and self.learns and times.previous is not None and decoded.any():
+            self._trace(input_batch.req_ids, slots, decoded, verified, tokens, asynchronous)
+        self._began_s = time.perf_counter()
         generations = self._generation[slots]
         confidences = self.policy.confidences_of(slots)
         self.policy.recall(slots, np.nan)
@@ -152,6 +187,8 @@ class Rounds:
     def _observe(self, judged: Judged, asynchronous: bool) -> None:
         here = self._generation[judged.slots] == judged.generations  # their slots have not changed hands since
         self._num_tokens[judged.slots[here]] += judged.num_sampled[here]
+        if not self.learns:
+            return
         decoded = judged.decoded & (judged.num_sampled > 0)
         for row in np.flatnonzero(decoded):
             self.stats.count_lengths(int(judged.num_verified[row]), int(judged.num_sampled[row]) - 1)
@@ -167,6 +204,21 @@ class Rounds:
             self.policy.observe(slots, verified[rows], accepted, self.requests.shares[slots])
             self.policy.recall(slots, current)
         self._learn_costs(judged, all_decoded=bool(decoded.all()))
+
+    def _trace(
+        self,
+        request_ids: Sequence[str],
+        slots: np.ndarray,
+        decoded: np.ndarray,
+        verified: np.ndarray,
+        tokens: torch.Tensor,
+        asynchronous: bool,
+    ) -> None:
+        assert self.round_trace is not None and self._times is not None
+        rows = np.flatnonzero(decoded)
+        verified = np.where(self._has_grammar[slots], -1, verified) if asynchronous else verified
+        outcome = pending_outcome(request_ids, rows, verified[rows], tokens, self._times)
+        self.round_trace.add_pending(slots, self.policy, self._began_s, len(rows), outcome)
 
     def _learn_costs(self, judged: Judged, all_decoded: bool) -> None:
         """Tell the cost model what a step and the round before it took, `LAG` steps ago."""

@@ -75,6 +75,34 @@ def _wrap_take_draft_token_ids(original: Callable[..., Any]) -> Callable[..., An
     return take_draft_token_ids
 
 
+def _wrap_compile_or_warm_up_model(original: Callable[..., Any]) -> Callable[..., Any]:
+    def compile_or_warm_up_model(self):
+        times = original(self)  # first: it captures the CUDA graphs that serving replays
+        # A worker of V1's in the same process has no request states.
+        states = getattr(self.model_runner, "req_states", None)
+        if (speculator := getattr(states, "eesd_speculator", None)) is not None:
+            speculator.profile_costs(self.model_runner)
+        return times
+
+    return compile_or_warm_up_model
+
+
+def _wrap_verify(original: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(original)
+
+    def _verify(self, *args, **kwargs):
+        speculator = getattr(self.sampler.req_states, "eesd_speculator", None)
+        given = signature.bind(self, *args, **kwargs).arguments
+        if speculator is None or not speculator.verification.is_ours(self, given["idx_mapping_np"]):
+            return original(self, *args, **kwargs)
+        from vllm_eesd.host.v2_verification import verify
+
+        names = ("logits", "draft_logits", "verify_draft_sampled", "pos", "cu_num_logits", "idx_mapping")
+        return verify(self, *(given[name] for name in names))
+
+    return _verify
+
+
 SEAMS = (
     Seam(
         target=f"{_RUNNER}:init_speculator",
@@ -110,6 +138,20 @@ SEAMS = (
         wrap=_wrap_take_draft_token_ids,
         why="under synchronous scheduling the scheduler plans what was drafted, not the longest draft",
         retired_by="DraftTokensHandler keeping a length per request",
+    ),
+    Seam(
+        target="vllm.v1.worker.gpu.spec_decode.rejection_sampler:RejectionSampler._verify",
+        digests=("99b80e0119dd3836",),
+        wrap=_wrap_verify,
+        why="with temperatures alone one kernel reads the logits once, instead of a float32 copy of them several times",
+        retired_by="vLLM's rejection kernels taking the temperature themselves",
+    ),
+    Seam(
+        target="vllm.v1.worker.gpu_worker:Worker.compile_or_warm_up_model",
+        digests=("d592d786aa2c38b1",),
+        wrap=_wrap_compile_or_warm_up_model,
+        why="draft lengths follow from what steps cost; they are timed once the CUDA graphs are captured",
+        retired_by="the worker telling a speculator that it is warmed up",
     ),
 )
 

@@ -18,10 +18,9 @@ class WorkerExtension:
         return runner.drafter if hasattr(runner, "drafter") else runner.speculator
 
     def eesd_stats(self) -> dict[str, Any]:
-        """Return the counters of `DraftStats` and `CircuitBreaker` (V1); "policy" is `DraftLengthPolicy.metrics`."""
+        """Return the counters of `DraftStats` and `CircuitBreaker`; "policy" is `DraftLengthPolicy.metrics`."""
         drafter = self._drafter
-        breaker = drafter.breaker.as_dict() if hasattr(drafter, "breaker") else {}
-        return drafter.stats.as_dict() | breaker | {"policy": drafter.policy_metrics()}
+        return drafter.stats.as_dict() | drafter.breaker.as_dict() | {"policy": drafter.policy_metrics()}
 
     def eesd_reset_stats(self) -> None:
         """Start counting from zero."""

@@ -26,9 +26,9 @@ class NoWaiting(TorchDispatchMode):
 def modules():
     if not torch.cuda.is_available():
         import vllm.v1.worker.cpu.shm  # noqa: F401  # as the worker: before anything of V2
-    from vllm_eesd.host import v2_draft_steps, v2_ragged
+    from vllm_eesd.host import v2_draft_steps, v2_ragged, v2_verification
 
-    return SimpleNamespace(steps=v2_draft_steps, ragged=v2_ragged)
+    return SimpleNamespace(steps=v2_draft_steps, ragged=v2_ragged, verification=v2_verification)
 
 
 class Model:
@@ -123,6 +123,15 @@ def test_dummy_rows_write_nothing(drafting):
     assert drafting._column.tolist() == [0]  # and capturing any number of steps stays inside the drafts
 
 
+def test_memory_is_profiled_before_there_is_a_kv_cache(modules, drafting):
+    drafting.block_tables = None  # as `__init__` leaves it: `set_attn` comes later
+    del drafting._kv_group
+    prepare(drafting, [-1, -1], seq_lens=[3, 3], num_sampled=[1, 1], num_rejected=[0, 0])
+    graph = SimpleNamespace(cg_mode=modules.steps.CUDAGraphMode.NONE, num_tokens=2)
+    drafting._run_step(1, 2, graph, None, skip_attn=True)
+    assert drafting.idx_mapping.tolist() == [-1] * MAX_REQS
+
+
 @pytest.mark.parametrize("in_graph", [False, True], ids=["metadata rebuilt", "metadata in the graph"])
 def test_a_graph_is_replayed_once_a_step(modules, drafting, monkeypatch, in_graph):
     calls = []
@@ -158,3 +167,49 @@ def test_scheduled_drafts_are_trimmed_to_each_requests_length(modules):
     assert locations is query_start_loc
     ragged.add_request(2)
     assert num_drafted.tolist() == [0, 3, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("asked", "alone"),
+    [
+        ({"temperature": 0.5, "seed": 1, "logprobs": 2, "stop_token_ids": [3], "top_k": -1}, True),
+        ({"top_k": 3}, False),
+        ({"top_p": 0.9}, False),
+        ({"min_p": 0.1}, False),
+        ({"min_tokens": 3}, False),
+        ({"presence_penalty": 1.0}, False),
+        ({"bad_words": ["a"]}, False),
+        ({"logit_bias": {1: 2.0}}, False),
+        ({"allowed_token_ids": [1]}, False),
+    ],
+)
+def test_what_else_changes_logits_is_vllms_to_verify(modules, asked, alone):
+    from vllm import SamplingParams
+
+    assert modules.verification.only_temperature(SamplingParams(**asked)) == alone
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("watermark_key", 1),
+        ("synthetic_conditional_rates", torch.ones(1)),
+        ("sampler.use_fp64_gumbel", True),
+        ("sampler.return_sampling_mask", True),
+        ("sampler.trace_replay_state", object()),
+        ("sampler.logprobs_mode", "processed_logprobs"),
+        ("sampler.logits_processors", [object()]),
+    ],
+)
+def test_engines_that_sample_otherwise_verify_by_vllm(modules, name, value):
+    sampler = SimpleNamespace(
+        use_fp64_gumbel=False,
+        return_sampling_mask=False,
+        trace_replay_state=None,
+        logprobs_mode="raw_logprobs",
+        logits_processors=[],
+    )
+    judge = SimpleNamespace(watermark_key=None, synthetic_conditional_rates=None, sampler=sampler)
+    assert modules.verification.can_verify(judge)
+    setattr(sampler if "." in name else judge, name.rpartition(".")[2], value)
+    assert not modules.verification.can_verify(judge)

@@ -1,11 +1,14 @@
 """Two ranks choose the same lengths, and emit what one emits without drafting."""
 
 import numpy as np
+import pytest
+import torch
 
 #: Lengths hang on each rank's own random generator, seeded alike.
 SPEC = {"method": "eesd", "num_speculative_tokens": 3, "policy": "beta_ts"}
 
 
+@pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.device_count() < 2, reason="needs two GPUs, there is one")
 def test_tensor_parallel(engine, greedy, random_target, cloned_head, monkeypatch):
     from vllm import LLM
 

@@ -1,0 +1,49 @@
+"""A compiled target with its KV fill, and the compiled draft step, say what transformers says of the same weights."""
+
+import exact_distribution as exact
+import numpy as np
+import pytest
+
+NUM_TOKENS = 12
+#: Compiling is most of the test, and starts with the longest batch there may be.
+OPTIONS = {
+    "enforce_eager": False,
+    "max_num_seqs": 4,
+    "max_model_len": 48,
+    "max_num_batched_tokens": 64,
+    "block_size": 32,
+}
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    directory = str(tmp_path_factory.mktemp("targets") / "eight_tokens")
+    exact.write_target(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    return np.random.default_rng(3).integers(0, exact.VOCAB_SIZE, (4, 9)).tolist()
+
+
+@pytest.fixture(scope="module")
+def expected(target, prompts):
+    import torch
+    from transformers import LlamaForCausalLM
+
+    model = LlamaForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
+    answers = model.generate(
+        torch.tensor(prompts), do_sample=False, min_new_tokens=NUM_TOKENS, max_new_tokens=NUM_TOKENS, eos_token_id=None
+    )
+    return [tuple(answer[len(prompts[0]) :]) for answer in answers.tolist()]
+
+
+def test_greedy_identity_with_everything_compiled(engine, greedy, target, cloned_head, prompts, expected, runner_of):
+    spec = {"method": "eesd", "model": cloned_head(target, 1, 1), "num_speculative_tokens": 3, "policy": "beta_ts"}
+    with engine(target, spec, async_scheduling=True, **OPTIONS) as llm:
+        runner = runner_of(llm)
+        assert runner.vllm_config.compilation_config.mode and not runner.speculator.model.do_not_compile
+        assert greedy(llm, prompts, max_tokens=NUM_TOKENS) == expected
+        (stats,) = llm.collective_rpc("eesd_stats")
+    assert stats["drafted"] > stats["accepted"] > 0

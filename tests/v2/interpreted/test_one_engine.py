@@ -1,0 +1,170 @@
+"""What one engine can show: the exit layer is a clone of the target's last, so every draft is right and accepted.
+
+Drafting machinery that is right reproduces the target when the draft model IS the target; after a fault it still does,
+so `accepted == drafted` is a test of the KV that a fault left behind.
+"""
+
+import contextlib
+import itertools
+import pkgutil
+
+import numpy as np
+import pytest
+import torch
+
+from vllm_eesd.host.circuit_breaker import MAX_FAULTS, CircuitBreaker
+from vllm_eesd.round_trace import read_rounds
+
+K = 4
+#: Short, so that there are few steps; prompts come in chunks.
+OPTIONS = {"max_num_batched_tokens": 48, "async_scheduling": True}
+MAX_TOKENS = 14
+#: Where faults are planted: a function, the numbers of its calls that raise, and whether after it did all it does.
+PLACES = {
+    "admission and outcomes": [
+        ("vllm_eesd.host.running_requests:RunningRequests.admit", (0,), False),
+        ("vllm_eesd.host.v2_lag:Lagged.push", (2,), True),
+    ],
+    "the beginning": [("vllm_eesd.host.v2_rounds:Rounds.begin", (0, 3), True)],
+    "learning and lengths": [
+        ("vllm_eesd.host.v2_rounds:Rounds._observe", (0,), False),
+        ("vllm_eesd.policy:Dispatch.draft_more", (5,), False),
+    ],
+    "draft steps": [
+        ("vllm_eesd.host.v2_draft_steps:DraftSteps._prepare", (1,), True),
+        ("vllm_eesd.host.v2_draft_steps:DraftSteps._draft", (5,), False),
+    ],
+    "behind draft steps": [("vllm_eesd.host.v2_draft_steps:DraftSteps._draft", (2, 9), True)],
+}
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    generator = np.random.default_rng(1)
+    return [generator.integers(0, 512, n).tolist() for n in (5, 17, 33, 64, 3)]
+
+
+@pytest.fixture(scope="module")
+def served(engine, random_target, cloned_head, tmp_path_factory):
+    """(engine, its round trace's file), used by all tests of this module."""
+    path = tmp_path_factory.mktemp("traces") / "rounds.jsonl"
+    spec = {"method": "eesd", "num_speculative_tokens": K, "policy": "fixed", "policy_args": {"trace_file": str(path)}}
+    with engine(random_target, spec | {"model": cloned_head(random_target, 7, 7)}, **OPTIONS) as llm:
+        yield llm, path
+
+
+@pytest.fixture
+def llm(served, runner_of):
+    """The engine, with a closed breaker and zero counters."""
+    runner_of(served[0]).speculator.breaker = CircuitBreaker()
+    served[0].collective_rpc("eesd_reset_stats")
+    return served[0]
+
+
+@pytest.fixture(scope="module")
+def expected(served, greedy, prompts):
+    """What the engine says of some of the prompts without drafting."""
+    return greedy(served[0], prompts[:3], max_tokens=MAX_TOKENS, extra_args={"eesd_enabled": False})
+
+
+def test_costs_are_known_before_the_first_request(llm, runner_of):
+    costs = runner_of(llm).speculator.policy.costs
+    assert not costs.state()["verify_ms"]
+    one, nine = costs.verify_curve(1, 8)[[0, 8]]
+    assert 0 < one <= nine and one != 1.0  # ms, not the default unit
+    assert 0 < costs.draft_curve(1)[1]
+
+
+def test_everything_is_accepted_and_traced(llm, greedy, prompts, runner_of, served):
+    answers = greedy(llm, prompts, max_tokens=20)
+    (stats,) = llm.collective_rpc("eesd_stats")
+    assert stats["accepted"] == stats["drafted"] >= 60
+    runner = runner_of(llm)
+    layers = runner.vllm_config.compilation_config.static_forward_context
+    exit_kv = layers["eesd_exit.layers.8.self_attn.attn"].kv_cache
+    layer_kv = layers["model.layers.7.self_attn.attn"].kv_cache
+    written = layer_kv != 0
+    assert written.sum() > 10_000
+    # The two are computed in batches of different shapes, so the last bits may differ.
+    torch.testing.assert_close(exit_kv[written], layer_kv[written], atol=1e-5, rtol=1e-5)
+
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()  # the last round's tokens are on their way to the host
+    runner.speculator.rounds.round_trace._flush()
+    rounds, written = read_rounds(served[1]), {}
+    for record in rounds:
+        assert record["accepted"] == len(record["draft"]) == len(record["confidences"]) <= K
+        assert record["draft"] == record["emitted"][:-1]
+        assert len(record["draft_steps_ms"]) >= len(record["draft"]) and record["verify_ms"] > 0
+        assert set(record["confidences"]) <= {None}  # this policy does not ask for them
+        written.setdefault(record["request"], []).extend(record["emitted"])
+    # The first token comes from the prompt's forward pass, which is no round; a last round may pass a request's end.
+    assert len(written) == len(answers)
+    for tokens, answer in zip(sorted(written.values()), sorted(list(answer[1:]) for answer in answers), strict=True):
+        assert tokens[: len(answer)] == answer
+    assert [r["at_s"] for r in rounds] == sorted(r["at_s"] for r in rounds)
+
+
+def test_verified_tokens_are_those_of_vllms_sampler(llm, prompts, runner_of, monkeypatch):
+    """Greedy and seeded requests in one batch, judged by EESD's kernels and by vLLM's."""
+    from vllm import SamplingParams
+
+    from vllm_eesd.host import v2_verification
+
+    calls = []
+    monkeypatch.setattr(
+        v2_verification, "verify", lambda *args, judge=v2_verification.verify: (calls.append(1), judge(*args))[1]
+    )
+    common = {"max_tokens": MAX_TOKENS, "ignore_eos": True, "detokenize": False}
+    sampling = [SamplingParams(temperature=t, seed=n, **common) for n, t in enumerate((0.0, 1.0, 0.6))]
+
+    def generate():
+        outputs = llm.generate([{"prompt_token_ids": p} for p in prompts[:3]], sampling, use_tqdm=False)
+        return [tuple(output.outputs[0].token_ids) for output in outputs]
+
+    ours, num_calls = generate(), len(calls)
+    (stats,) = llm.collective_rpc("eesd_stats")
+    assert num_calls and 0 < stats["accepted"] < stats["drafted"]
+    monkeypatch.setattr(runner_of(llm).speculator.verification, "is_ours", lambda *args: False)
+    assert generate() == ours
+    assert len(calls) == num_calls
+
+
+@contextlib.contextmanager
+def raising(place, calls, after):
+    """Make these calls of a function raise, before it does anything or after it did all."""
+    name, _, attribute = place.rpartition(".")
+    owner, count = pkgutil.resolve_name(name), itertools.count()
+    original = owner.__dict__[attribute]
+
+    def faulty(*args, **kwargs):
+        fails = next(count) in calls
+        result = None if fails and not after else original(*args, **kwargs)
+        if fails:
+            raise RuntimeError("injected\nfault")
+        return result
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, attribute, faulty)
+        yield
+
+
+@pytest.mark.parametrize("places", PLACES)
+def test_a_fault_anywhere_costs_one_round_of_drafts(llm, greedy, prompts, expected, runner_of, places):
+    with contextlib.ExitStack() as planted:
+        for place, calls, after in PLACES[places]:
+            planted.enter_context(raising(place, calls, after))
+        assert greedy(llm, prompts[:3], max_tokens=MAX_TOKENS) == expected
+    (stats,) = llm.collective_rpc("eesd_stats")
+    num_planted = sum(len(calls) for _, calls, _ in PLACES[places])
+    assert runner_of(llm).speculator.breaker.num_faults == stats["drafter_faults"] == num_planted
+    assert stats["accepted"] == stats["drafted"] > 0 and not stats["speculation_off"]
+
+
+def test_repeated_faults_switch_speculation_off(llm, greedy, prompts, expected):
+    with raising("vllm_eesd.host.v2_draft_steps:DraftSteps._draft", range(10**6), after=True):
+        assert greedy(llm, prompts[:3], max_tokens=MAX_TOKENS) == expected
+    (stats,) = llm.collective_rpc("eesd_stats")
+    assert stats["speculation_off"] and stats["drafter_faults"] == MAX_FAULTS
+    assert greedy(llm, prompts[:3], max_tokens=MAX_TOKENS) == expected
+    assert llm.collective_rpc("eesd_stats")[0]["rounds"] == stats["rounds"]

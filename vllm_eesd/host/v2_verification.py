@@ -1,0 +1,137 @@
+"""Verification on Model Runner V2: EESD's kernels where temperatures alone stand between logits and tokens.
+
+vLLM's sampler copies every row to float32, scales it, and runs its rejection kernels over the copy; `rejection` reads
+the logits as they are, once. Both count the same noise by seed and position, so they emit the same tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from vllm_eesd.host.v2_compat import (
+    PROCESSED_LOGPROBS_MODES,
+    BadWordsState,
+    LogitBiasState,
+    PenaltiesState,
+    SamplingParams,
+)
+from vllm_eesd.kernels.rejection import rejection
+
+#: Fields of SamplingParams that leave the logits alone, or are the temperature and its noise. A field that is not
+#: known here counts as one that changes them, so that a new vLLM's are vLLM's to apply. A watermark is the engine's:
+#: `can_verify` asks for it.
+HARMLESS = frozenset(
+    """n watermarking temperature seed stop stop_token_ids ignore_eos max_tokens logprobs prompt_logprobs
+    prompt_logprob_token_ids prompt_logprob_start flat_logprobs detokenize skip_special_tokens
+    spaces_between_special_tokens include_stop_str_in_output output_kind stream_interval skip_clone
+    output_text_buffer_length extra_args skip_reading_prefix_cache repetition_detection routed_experts_prompt_start
+    _eos_token_id _all_stop_token_ids _bad_words_token_ids _watermarking_skipped""".split()
+)
+#: vLLM's own, which do nothing for a request whose other fields are all at rest.
+KNOWN_PROCESSORS = (BadWordsState, LogitBiasState, PenaltiesState)
+_AT_REST = SamplingParams()
+
+
+def only_temperature(params: Any) -> bool:
+    """Return whether a request's tokens follow from its logits, temperature and seed alone.
+
+    Args:
+        params: vLLM's SamplingParams.
+    """
+    fields = (name for name in params.__struct_fields__ if name not in HARMLESS and name != "top_k")
+    no_top_k = params.top_k <= 0  # 0 and -1 both mean all tokens
+    return no_top_k and all(getattr(params, name) == getattr(_AT_REST, name, None) for name in fields)
+
+
+def can_verify(rejection_sampler: Any) -> bool:
+    """Return whether this engine's verification may be the kernel's at all; requests are asked one by one.
+
+    Args:
+        rejection_sampler: vLLM's RejectionSampler.
+    """
+    sampler = rejection_sampler.sampler
+    return (
+        rejection_sampler.watermark_key is None
+        and rejection_sampler.synthetic_conditional_rates is None
+        and not sampler.use_fp64_gumbel
+        and not sampler.return_sampling_mask
+        and sampler.trace_replay_state is None
+        and sampler.logprobs_mode not in PROCESSED_LOGPROBS_MODES
+        and all(type(processor) in KNOWN_PROCESSORS for processor in sampler.logits_processors)
+    )
+
+
+def verify(
+    rejection_sampler: Any,
+    logits: torch.Tensor,
+    draft_logits: torch.Tensor | None,
+    draft_sampled: torch.Tensor,
+    positions: torch.Tensor,
+    cu_num_logits: torch.Tensor,
+    idx_mapping: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return what `RejectionSampler._verify` does: logits to take logprobs from, tokens, and how many of them.
+
+    Args:
+        logits: [num_logits, vocab_size], as the target gave them.
+        draft_logits: [max_num_reqs, K, vocab_size], by request state; None where drafts are greedy.
+        draft_sampled: [num_logits], -1 for drafts that were not made or that a grammar cut.
+        positions: [num_logits] int64.
+        cu_num_logits: [num_reqs + 1] int32.
+        idx_mapping: [num_reqs] int32, request states.
+    """
+    states = rejection_sampler.sampler.sampling_states
+    verified = rejection(
+        logits,
+        draft_sampled,
+        cu_num_logits,
+        positions,
+        rejection_sampler.num_speculative_steps,
+        temperature=states.temperature.gpu,
+        draft_logits=draft_logits,
+        seeds=states.seeds.gpu,
+        idx_mapping=idx_mapping,
+        block_verification=rejection_sampler.use_block_verification,
+    )
+    return logits, verified.sampled, verified.num_sampled
+
+
+def warm_up(runner: Any, draft_logits: torch.Tensor | None) -> None:
+    """Have the kernels compiled for the batch sizes that Triton tells apart.
+
+    vLLM warms up with requests that want more than a temperature, which its own sampler verifies.
+
+    Args:
+        runner: vLLM's GPUModelRunner.
+        draft_logits: the speculator's, if it keeps any.
+    """
+    for num_reqs in (size for size in (1, 2, 16) if size <= runner.max_num_reqs):
+        rows = torch.arange(2 * num_reqs, device=runner.device)  # a draft each
+        logits = torch.zeros(len(rows), runner.vocab_size, dtype=runner.model_config.dtype, device=runner.device)
+        starts, drafts = 2 * rows[: num_reqs + 1].int(), torch.zeros_like(rows, dtype=torch.int32)
+        verify(runner.rejection_sampler, logits, draft_logits, drafts, rows, starts, rows[:num_reqs].int())
+
+
+class Verification:
+    """Decides for every batch whose sampler verifies it.
+
+    Attributes:
+        alone: [max_num_reqs] bool, `only_temperature` of the request in each state; set as requests are admitted.
+    """
+
+    def __init__(self, max_num_reqs: int) -> None:
+        self.alone = np.zeros(max_num_reqs, dtype=bool)
+        self._can_verify: bool | None = None
+
+    def is_ours(self, rejection_sampler: Any, idx_mapping: np.ndarray) -> bool:
+        """Return whether `verify` may judge these requests' drafts.
+
+        Args:
+            idx_mapping: [num_reqs], request states.
+        """
+        if self._can_verify is None:
+            self._can_verify = can_verify(rejection_sampler)
+        return self._can_verify and bool(self.alone[idx_mapping].all())
