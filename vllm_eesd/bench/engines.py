@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,11 +21,15 @@ from vllm_eesd.config import EESDConfig
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-METHODS = ("plain", "eesd", "ngram")
+METHODS = ("plain", "eesd", "ngram", "suffix", "draft_model", "eagle")
 DTYPES = ("float32", "bfloat16", "float16")
 WORKER_EXTENSION = "vllm_eesd.host.worker.WorkerExtension"
 # Short drafts from short suffixes: what prompt lookup is usually run with.
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 2, "prompt_lookup_max": 4}
+#: vLLM's own settings; it needs arctic-inference, which is built from source.
+SUFFIX = {"method": "suffix"}
+#: Methods that a trained model drafts for, in a directory of that name; as many tokens as n-gram lookup drafts.
+TRAINED_PEERS, PEER_DRAFT_LENGTH = ("draft_model", "eagle"), 4
 #: Room behind the last token: a round near max_model_len is cut short, and that is not what is measured.
 SPARE_TOKENS = 64
 #: The last line of a traceback, behind a log prefix or at the start of a line.
@@ -48,6 +53,7 @@ class EngineSettings:
         seed: vLLM's seed.
         policy_args: eesd's.
         exit_layer: draft headless from this layer of the target instead of with a head.
+        peers: directory of the trained peers' models, draft_model/ and eagle/; None takes peers/ in the target's.
     """
 
     model: str
@@ -58,6 +64,7 @@ class EngineSettings:
     seed: int = 0
     policy_args: Mapping[str, Any] = field(default_factory=dict)
     exit_layer: int | None = None
+    peers: str | None = None
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -75,7 +82,23 @@ class EngineSettings:
         """Return the arguments of `vllm.LLM` in which the method differs from plain."""
         if method == "eesd":
             return {"speculative_config": self.eesd_config(), "worker_extension_cls": WORKER_EXTENSION}
-        return {"speculative_config": dict(NGRAM)} if method == "ngram" else {}
+        if method in TRAINED_PEERS:
+            config = {"method": method, "model": str(self.peer(method)), "num_speculative_tokens": PEER_DRAFT_LENGTH}
+            return {"speculative_config": config}
+        config = {"ngram": NGRAM, "suffix": SUFFIX}.get(method)
+        return {} if config is None else {"speculative_config": dict(config)}
+
+    def peer(self, method: str) -> Path:
+        """Return the directory of a trained peer's model."""
+        return Path(self.peers or Path(self.model) / "peers") / method
+
+    def missing(self, method: str) -> str | None:
+        """Return what a method would need that is not here, None if nothing is missing."""
+        if method == "suffix" and find_spec("arctic_inference") is None:
+            return "arctic-inference is not installed; `make suffix` builds it"
+        if method in TRAINED_PEERS and not (self.peer(method) / "config.json").is_file():
+            return f"{self.peer(method)} holds no model; `python models/train_peers.py --help` says how to train one"
+        return None
 
 
 @dataclass
