@@ -84,9 +84,7 @@ def _add_bench(commands) -> None:
     measurements = bench.add_subparsers(title="measurements", metavar="MEASUREMENT", required=True)
     latency = measurements.add_parser("latency", help="tokens per second of several methods, interleaved in one run")
     _add_measured(latency)
-    latency.add_argument(
-        "--methods", type=_words, default=["plain", "eesd", "ngram"], help=METHODS_HELP
-    )
+    latency.add_argument("--methods", type=_words, default=["plain", "eesd", "ngram"], help=METHODS_HELP)
     latency.add_argument(
         "--batch", type=_positive_list, default=[1, 4], help="batch sizes, comma-separated (default 1,4)"
     )
@@ -101,9 +99,7 @@ def _add_bench(commands) -> None:
 def _add_throughput(measurements) -> None:
     throughput = measurements.add_parser("throughput", help="requests that arrive at random, at several rates")
     _add_measured(throughput)
-    throughput.add_argument(
-        "--methods", type=_words, default=["plain", "eesd", "ngram"], help=METHODS_HELP
-    )
+    throughput.add_argument("--methods", type=_words, default=["plain", "eesd", "ngram"], help=METHODS_HELP)
     throughput.add_argument(
         "--rate", type=_positive_reals, default=[1.0, 2.0, 4.0], metavar="R,...", help="per second (default 1,2,4)"
     )

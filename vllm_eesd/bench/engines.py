@@ -130,11 +130,18 @@ class VllmEngine:
         self._llm = llm
         self._drafts = method == "eesd"
 
-    def generate(self, prompts: list[list[int]], max_tokens: int, ignore_eos: bool = True) -> list[list[int]]:
+    def generate(
+        self,
+        prompts: list[list[int]],
+        max_tokens: int,
+        ignore_eos: bool = True,
+        options: Mapping[str, Any] | None = None,
+    ) -> list[list[int]]:
         from vllm import TokensPrompt
 
         inputs = [TokensPrompt(prompt_token_ids=tokens) for tokens in prompts]
-        outputs = self._llm.generate(inputs, _greedy(max_tokens, ignore_eos=ignore_eos), use_tqdm=False)
+        params = _greedy(max_tokens, ignore_eos=ignore_eos, options=options)
+        outputs = self._llm.generate(inputs, params, use_tqdm=False)
         return [list(output.outputs[0].token_ids) for output in outputs]
 
     def stream(self, prompts: list[list[int]], max_tokens: int) -> Iterator[list[tuple[int, list[int]]]]:
@@ -177,6 +184,10 @@ class VllmEngine:
     def statistics(self) -> Mapping[str, Any] | None:
         return self._llm.collective_rpc("eesd_stats")[0] if self._drafts else None
 
+    def costs(self) -> dict[str, Any]:
+        """Return what EESD has learned steps cost, `vllm_eesd.policy.CostModel.state`."""
+        return self._llm.collective_rpc("eesd_costs")[0]
+
     def take_rounds(self) -> list[Mapping[str, Any]]:
         """Return the drafter's rounds since the last call; the first call starts the recording."""
         return self._llm.collective_rpc("eesd_take_rounds")[0] if self._drafts else []
@@ -185,10 +196,13 @@ class VllmEngine:
         self._llm.llm_engine.engine_core.shutdown()
 
 
-def _greedy(max_tokens: int, output_kind: Any = None, ignore_eos: bool = True) -> Any:
+def _greedy(
+    max_tokens: int, output_kind: Any = None, ignore_eos: bool = True, options: Mapping[str, Any] | None = None
+) -> Any:
     from vllm import SamplingParams
 
     kind = {} if output_kind is None else {"output_kind": output_kind}
+    kind |= {"extra_args": dict(options)} if options else {}
     # In a comparison exactly max_tokens tokens, whatever the method: an early end would shorten the work.
     return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=ignore_eos, **kind)
 
