@@ -38,8 +38,9 @@ def waterfall_section(rows: list[dict[str, Any]], table: Table, origin: str) -> 
     columns = [f"{engine}, batch {row['batch']}" for row in rows for engine in ENGINES]
     return (
         "## Where a step's time goes\n\n"
-        f"{' and '.join(str(row['prompts']) for row in rows)} held-out prompts, {first['tokens']} new tokens each, greedy, "
-        "both engines in one process (so without the messages between vLLM's processes). Means over the steps in which the whole batch decodes; "
+        f"{' and '.join(str(row['prompts']) for row in rows)} held-out prompts, {first['tokens']} new tokens each, "
+        "greedy, both engines in one process (so without the messages between vLLM's processes). Means over the steps "
+        "in which the whole batch decodes; "
         "a round is one engine step and the drafting behind it. Ideally a round costs a plain step and its draft "
         "steps' forward passes: measured / ideal is what is left of that. Explained is the share of a step that "
         f"timers around named methods account for. {origin}\n\n```\npython benchmarks/waterfall.py --tokens "

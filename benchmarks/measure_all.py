@@ -61,7 +61,7 @@ class Size:
 
 #: Together less than 20 minutes on two cores, of which starting the engines is about a third.
 WORKLOADS = {
-    HELD_OUT: Size(16, (1, 4, 8, 16), 4, (1, 8)),
+    HELD_OUT: Size(16, (1, 4, 8, 16), 3, (1, 8)),
     "repetitive_code": Size(8, (1, 8), 3),
     "random_tokens": Size(8, (1, 8), 3),
 }

@@ -41,7 +41,6 @@ _RUNNER = "vllm.v1.worker.gpu_model_runner:GPUModelRunner."
 _DISPATCH = "vllm_eesd.policy.dispatch:Dispatch."
 #: Piece -> the methods whose own time it is. All must exist: a waterfall with a hole would blame the wrong piece.
 PIECES = {
-    UNNAMED: [STEP],
     "engine loop": [
         "vllm.v1.engine.core_client:InprocClient.get_output",
         "vllm.v1.executor.uniproc_executor:UniProcExecutor.execute_model",
@@ -86,10 +85,8 @@ PIECES = {
         "vllm.v1.engine.output_processor:OutputProcessor.process_outputs",
         "vllm_eesd.stats:DraftStats.count",
     ],
+    UNNAMED: [STEP],
 }
-#: Plain has none of these; everything else EESD does more of, or the same.
-DRAFTING = ("draft forward", "draft preparation", "policy")
-
 
 @dataclass
 class Step:

@@ -2,7 +2,7 @@
 
     python models/train_target.py pack --work build/target --tokenizer models/eesd-code-10m
     python models/train_peers.py train  --work build/peers                  # resumes; --minutes cuts it short
-    python models/train_peers.py export --work build/peers -o models/peers  # `eesd bench` finds them there
+    python models/train_peers.py export --work build/peers -o models/eesd-code-10m/peers
 
 Both learn from the same batches as each other, mixed as `eesd distill` mixes them (half text, half the target's own),
 with its loss (forward KL), optimizer and learning rates; one forward pass of the target serves both, so a step trains
@@ -245,7 +245,7 @@ def main() -> None:
         sub.set_defaults(function=function)
         sub.add_argument("--work", type=Path, default=Path("build/peers"))
         if name == "export":
-            sub.add_argument("-o", "--output", type=Path, default=Path("models/peers"))
+            sub.add_argument("-o", "--output", type=Path, default=Path(MODEL) / "peers")
             continue
         sub.add_argument("--data", type=Path, default=Path("build/target/train.bin"), help="made by train_target.py")
         sub.add_argument("--tokens", type=int, default=TOKENS, help="of the whole run, resumed parts included")
