@@ -333,7 +333,9 @@ def test_peers_are_taken_from_the_targets_directory_and_missed_where_they_are_no
     assert settings.missing("suffix") == "arctic-inference is not installed; `make suffix` builds it"
     monkeypatch.setattr(engines, "find_spec", lambda name: name)
     assert settings.missing("suffix") is None
-    assert settings.method_arguments("suffix") == {"speculative_config": {"method": "suffix"}}
+    # With a cache of past answers it would draft, from the second round on, what it said in the first.
+    alone = {"method": "suffix", "suffix_decoding_max_cached_requests": 0}
+    assert settings.method_arguments("suffix") == {"speculative_config": alone}
     assert [settings.missing(method) for method in ("plain", "eesd", "ngram")] == [None] * 3
 
 

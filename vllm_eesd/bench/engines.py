@@ -26,8 +26,9 @@ DTYPES = ("float32", "bfloat16", "float16")
 WORKER_EXTENSION = "vllm_eesd.host.worker.WorkerExtension"
 # Short drafts from short suffixes: what prompt lookup is usually run with.
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 2, "prompt_lookup_max": 4}
-#: vLLM's own settings; it needs arctic-inference, which is built from source.
-SUFFIX = {"method": "suffix"}
+#: Needs arctic-inference, which is built from source. What it generated before is not kept: a measurement asks the same
+#: prompts again and again, and it would draft its own answers from the last time. The rest is vLLM's default.
+SUFFIX = {"method": "suffix", "suffix_decoding_max_cached_requests": 0}
 #: Methods that a trained model drafts for, in a directory of that name; as many tokens as n-gram lookup drafts.
 TRAINED_PEERS, PEER_DRAFT_LENGTH = ("draft_model", "eagle"), 4
 #: Room behind the last token: a round near max_model_len is cut short, and that is not what is measured.
