@@ -67,7 +67,7 @@ WORKLOADS = {
 }
 MAX_TOKENS = 128
 RATES, REQUESTS, ARRIVAL_ROUNDS, SEED = (2.0, 6.0), 16, 3, 0
-PROMPT_ROUNDS = 3
+COSTED_STEPS, COSTED_ROUNDS = 32, 3
 WATERFALL = ["--tokens", "96", "--rounds", "2"]
 QUICK_SIZE, QUICK_TOKENS = Size(2, (1, 2), 3, (1,)), 16
 QUICK_WATERFALL = ["--tokens", "16", "--rounds", "1"]
@@ -175,8 +175,10 @@ def step_costs(session: Session, size: Size) -> None:
     eesd, prompts = session.engines["eesd"], session.prompts[HELD_OUT]
     session.progress("timing steps")
     time_steps(eesd.generate, prompts, list(size.batches), session.settings.num_speculative_tokens)
-    times = {batch: prompt_ms(session.engines["plain"], prompts, batch) for batch in size.batches}
-    content = {"costs": eesd.costs(), "prompt_ms": times, "context": context(prompts, session.max_tokens)}
+    plain = {batch: plain_costs(session.engines["plain"], prompts, batch) for batch in size.batches}
+    content = {"costs": eesd.costs(), "context": context(prompts, session.max_tokens)}
+    content |= {"prompt_ms": {batch: ms for batch, (ms, _) in plain.items()}}
+    content |= {"plain_ms": {batch: ms for batch, (_, ms) in plain.items()}}
     session.write(f"costs-{HELD_OUT}.json", content | {"max_tokens": session.max_tokens} | provenance())
 
 
@@ -198,8 +200,8 @@ def validation(results: Path) -> None:
         draft_layers=head.exit_layer + 1,
         context=costs["context"],
     )
-    times = {int(batch): ms for batch, ms in costs["prompt_ms"].items()}
-    predicted = [asdict(row) for row in validate(setting, costs["costs"], times, measured)]
+    plain = {int(batch): (costs["prompt_ms"][batch], costs["plain_ms"][batch]) for batch in costs["plain_ms"]}
+    predicted = [asdict(row) for row in validate(setting, costs["costs"], plain, measured)]
     origin = {name: costs[name] for name in ("hardware", "versions", "git_sha")}
     write_json(results / f"plan-{HELD_OUT}.json", {"trace": TRACE, "rows": predicted} | origin)
 
@@ -208,17 +210,20 @@ def read(path: Path) -> Any:
     return json.loads(path.read_text(encoding="utf-8"))
 
 
-def prompt_ms(engine: Any, prompts: list[list[int]], batch: int) -> float:
-    """Return the mean time of a batch's prompts and first tokens, the median of PROMPT_ROUNDS passes."""
+def plain_costs(engine: Any, prompts: list[list[int]], batch: int) -> tuple[float, float]:
+    """Return the mean times of a batch's prompts and first tokens and of a step behind them, medians of some passes."""
     groups = [prompts[first : first + batch] for first in range(0, len(prompts), batch)]
-    passes = []
-    for _ in range(PROMPT_ROUNDS):
+
+    def timed(max_tokens: int) -> float:
         engine.forget_prefixes()
         began = time.perf_counter()
         for group in groups:
-            engine.generate(group, 1)
-        passes.append(1e3 * (time.perf_counter() - began) / len(groups))
-    return round(statistics.median(passes), 3)
+            engine.generate(group, max_tokens)
+        return 1e3 * (time.perf_counter() - began) / len(groups)
+
+    passes = [(timed(1), timed(1 + COSTED_STEPS)) for _ in range(COSTED_ROUNDS)]
+    prompt_ms, whole_ms = (statistics.median(times) for times in zip(*passes, strict=True))
+    return round(prompt_ms, 3), round((whole_ms - prompt_ms) / COSTED_STEPS, 4)
 
 
 def context(prompts: list[list[int]], max_tokens: int) -> int:

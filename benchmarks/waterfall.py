@@ -88,6 +88,7 @@ PIECES = {
     UNNAMED: [STEP],
 }
 
+
 @dataclass
 class Step:
     """One engine step: its time by piece, in ms, and what it was over."""

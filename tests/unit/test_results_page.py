@@ -198,7 +198,7 @@ def test_one_session_measures_everything_the_page_shows(page_of, tmp_path, monke
         *((1, method) for method in started[0]),
         *((2, method) for method in ("plain", "eesd", "ngram")),
     ]
-    assert (2, 24, {"eesd_max_draft_tokens": 0}) in asked and (1, 1, None) in asked
+    assert (2, 24, {"eesd_max_draft_tokens": 0}) in asked and (1, 1, None) in asked and (2, 33, None) in asked
     for row in rows:
         row["speedup_vs_plain"] = 2.0 * row["batch"]
     (tmp_path / "latency-held_out_code.json").write_text(json.dumps(rows))

@@ -3,7 +3,8 @@
 A closed batch is what `eesd bench latency` runs: so many requests begin together, each generates a fixed number of
 tokens, and nobody takes the place of one that is done. Requests whose drafts are accepted more often end earlier, and
 the rest go on in a smaller batch; a plan of a server that is always full (`eesd plan`) knows no such tail. Prompts
-take their time too, the same with drafts and without.
+take their time too, the same with drafts and without. And plain vLLM's step is not EESD's step without drafts: it
+fills no KV of an exit layer, and where vLLM schedules ahead it waits for nobody.
 """
 
 from __future__ import annotations
@@ -69,29 +70,42 @@ class Setting:
 
 
 def validate(
-    setting: Setting, costs: dict[str, Any], prompt_ms: dict[int, float], measured: dict[int, float]
+    setting: Setting, costs: dict[str, Any], plain: dict[int, tuple[float, float]], measured: dict[int, float]
 ) -> list[Validation]:
     """Return a row per batch size that was measured.
 
     Args:
         costs: of `CostModel.state`, measured on that machine.
-        prompt_ms: batch size -> time of a batch's prompts and first tokens.
+        plain: batch size -> (ms of a batch's prompts and first tokens, ms of a plain step), measured without EESD.
         measured: batch size -> speedup.
     Raises:
         ValueError: the costs are too few to fit a roofline to.
     """
     rows = []
     for batch, speedup in measured.items():
+        prompt_ms, plain_ms = plain[batch]
         modelled = costs_of(_fitted_without(setting, costs, batch), batch, setting.trace.num_speculative_tokens)
-        predicted = (closed_batches(setting, some, batch, prompt_ms[batch]) for some in (costs, modelled))
-        rows.append(Validation(batch, speedup, *predicted))
+        modelled_ms = World(modelled).plain_ms(batch) * _plain_share(costs, plain, batch)
+        rows.append(
+            Validation(
+                batch,
+                speedup,
+                closed_batches(setting, costs, batch, prompt_ms, plain_ms),
+                closed_batches(setting, modelled, batch, prompt_ms, modelled_ms),
+            )
+        )
     return rows
 
 
-def closed_batches(setting: Setting, costs: dict[str, Any], batch: int, prompt_ms: float) -> float:
+def closed_batches(setting: Setting, costs: dict[str, Any], batch: int, prompt_ms: float, plain_ms: float) -> float:
     """Return the speedup over plain decoding of the trace's requests, `batch` at a time.
 
     One policy serves all of them, as in an engine that has run a while: it knows the costs.
+
+    Args:
+        costs: of EESD's steps.
+        prompt_ms: of a batch's prompts and first tokens, with EESD and without.
+        plain_ms: of a plain step.
     """
     model = CostModel()
     model.restore(costs)
@@ -100,13 +114,20 @@ def closed_batches(setting: Setting, costs: dict[str, Any], batch: int, prompt_m
     requests = [_first(request, setting.tokens - 1) for request in trace.requests]
     posterior = BetaPosterior(batch, *trace.prior)
     policy = build_policy(setting.policy, posterior, setting.seed, {}, model, setting.calibration)
-    plain_ms = drafting_ms = 0.0
+    without_ms = with_ms = 0.0
     for group in _groups(requests, batch):
         steps = max(len(request.matches) for request in group)
-        plain_ms += prompt_ms + steps * world.plain_ms(len(group))
+        without_ms += prompt_ms + steps * plain_ms
         replayed = replay(replace(trace, requests=list(group)), PolicyDrafter(policy), world, len(group))
-        drafting_ms += prompt_ms + sum(replayed.ms)
-    return plain_ms / drafting_ms
+        with_ms += prompt_ms + sum(replayed.ms)
+    return without_ms / with_ms
+
+
+def _plain_share(costs: dict[str, Any], plain: dict[int, tuple[float, float]], batch: int) -> float:
+    """Return plain vLLM's step over EESD's without drafts, the median of all sizes but this one; 1 if unknown."""
+    idle = {int(size): ms for size, curve in costs["verify_ms"].items() for drafts, ms in curve if drafts == 0}
+    shares = [ms / idle[size] for size, (_, ms) in plain.items() if size != batch and size in idle]
+    return median(shares) if shares else 1.0
 
 
 def _first(request: RequestTrace, count: int) -> RequestTrace:
