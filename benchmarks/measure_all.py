@@ -97,12 +97,14 @@ def main() -> int:
     workloads = dict.fromkeys(workloads, QUICK_SIZE) if args.quick else workloads
     os.chdir(ROOT)
     began, console = time.monotonic(), open_console()
-    failed = measure_all(workloads, args.quick, console)
+    provenance()  # before the first file is written: the commit is the one that was measured
+    results = BUILD if args.quick else RESULTS
     if HELD_OUT in workloads:
-        results = BUILD if args.quick else RESULTS
         words = ["--json", str(results / "waterfall.json"), *(QUICK_WATERFALL if args.quick else WATERFALL)]
         # A process of its own, because there the engines run in it.
         subprocess.run([sys.executable, "-P", "benchmarks/waterfall.py", *words], cwd=ROOT, check=True)
+    failed = measure_all(workloads, args.quick, console)
+    if HELD_OUT in workloads:
         validation(results)
     console.print(f"measured in {(time.monotonic() - began) / 60:.1f} minutes")
     return failed
