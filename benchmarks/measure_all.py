@@ -2,7 +2,7 @@
 
     python benchmarks/measure_all.py [--only held_out_code] [--quick]
 
-One session: all engines are started once and stay alive, as starting them is what takes longest. A row says how it was
+One session: all engines are started once and stay alive (about 3 GB each), as starting them takes longest. A row says how it was
 measured, and the page shows the `eesd bench` that measures the same. What needs something that is not here (suffix
 decoding, trained peers) is left out, and methods.json says why. `--quick` measures little, to see that it all works.
 """
@@ -66,9 +66,9 @@ WORKLOADS = {
     "random_tokens": Size(8, (1, 8), 3),
 }
 MAX_TOKENS = 128
-RATES, REQUESTS, ARRIVAL_ROUNDS, SEED = (2.0, 6.0), 16, 3, 0
+RATES, REQUESTS, ARRIVAL_ROUNDS, SEED = (2.0, 6.0), 12, 3, 0
 COSTED_STEPS, COSTED_ROUNDS = 32, 3
-WATERFALL = ["--tokens", "96", "--rounds", "2"]
+WATERFALL = ["--tokens", "64", "--rounds", "2"]
 QUICK_SIZE, QUICK_TOKENS = Size(2, (1, 2), 3, (1,)), 16
 QUICK_WATERFALL = ["--tokens", "16", "--rounds", "1"]
 
