@@ -2,9 +2,10 @@
 
     python benchmarks/measure_all.py [--only held_out_code] [--quick]
 
-One session: all engines are started once and stay alive (about 3 GB each), as starting them takes longest. A row says how it was
-measured, and the page shows the `eesd bench` that measures the same. What needs something that is not here (suffix
-decoding, trained peers) is left out, and methods.json says why. `--quick` measures little, to see that it all works.
+One session: all engines are started once and stay alive (about 3 GB each), as starting them is what takes longest. A
+row says how it was measured, and the page shows the `eesd bench` that measures the same. What needs something that is
+not here (suffix decoding, trained peers) is left out, and methods.json says why. `--quick` measures little, to see that
+everything works.
 """
 
 from __future__ import annotations
