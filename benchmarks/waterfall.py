@@ -309,10 +309,12 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=2, help="counted passes (default 2)")
     parser.add_argument("--eager", action="store_true", help="compile nothing: quicker to start, other times")
     args = parser.parse_args()
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from vllm_eesd.bench.engines import prepare_environment
-    from vllm_eesd.bench.hardware import provenance
+    from vllm_eesd.bench.hardware import num_cores, provenance
 
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    # As many as a worker process of vLLM's takes: it leaves a core to the scheduler.
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, num_cores() - 1)))
     prepare_environment(MODEL)
     os.chdir(ROOT)
     batches = list(map(int, args.batch.split(",")))
