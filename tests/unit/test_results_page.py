@@ -107,6 +107,7 @@ def test_the_page_says_what_the_files_say(page_of, results):
     assert "| 8 | 2.00x | 2.25x (+12%) | 1.75x (-12%) |" in text and "recorded acceptance (T.gz)" in text
     assert "- `suffix` is left out: not built." in text
     assert "- `eagle` was trained on 7.5 M tokens in 42 minutes, of the exit head's 15.4 M" in text
+    assert "(`models/train_peers.py`): it has had less, so its rows are what it does at least." in text
     assert "| fill | ours | 0.123 |" in text and "GPU; torch=2; commit fff." in text
     assert text.index("## Published by others") < text.index("| M | T | W | up to 9x | arXiv 1 |")
 
