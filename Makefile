@@ -4,7 +4,8 @@
 # make fuzz    hostile input, many more of it     (make fuzz EXAMPLES=20000)
 # make soak    a long mixed load on the served embedded model   (make soak MINUTES=20)
 # make reliability   docs/reliability.md and docs/compatibility.md from the last results
-# make bench   measure (about 15 minutes on two cores), then docs/results.md and the README's table
+# make bench   measure (less than 20 minutes on two cores), then docs/results.md and the README's table
+# make suffix  build what `make bench` needs to measure suffix decoding too (arctic-inference; wants a C++ compiler)
 # make lint    ruff
 # make dist    sdist and wheel in dist/, checked by twine
 # make clean   remove what building and testing leave behind; make distclean removes .venv too
@@ -26,7 +27,7 @@ export VLLM_CPU_KVCACHE_SPACE ?= 1
 export HF_HUB_OFFLINE ?= 1
 export VLLM_NO_USAGE_STATS ?= 1
 
-.PHONY: demo test fuzz soak reliability venv bench lint dist clean distclean
+.PHONY: demo test fuzz soak reliability venv bench suffix lint dist clean distclean
 
 demo: $(STAMP)
 	$(VENV)/bin/eesd demo $(ARGS)
@@ -54,8 +55,15 @@ $(STAMP): setup.py pyproject.toml .ci/make-venv
 bench: $(STAMP)
 	$(VENV)/bin/python -c "import matplotlib" 2>/dev/null || $(VENV)/bin/python -m pip install --quiet "matplotlib>=3.8"
 	$(VENV)/bin/python benchmarks/measure_all.py $(ARGS)
-	$(VENV)/bin/python benchmarks/results_page.py
+	PYTHONPATH=benchmarks $(VENV)/bin/python benchmarks/results_page.py
 	$(VENV)/bin/python benchmarks/readme_table.py
+
+# The version vLLM asks for. Its build requirements name another torch, so it is built beside the one that is here; its
+# own plugin for vLLM does nothing unless ARCTIC_INFERENCE_ENABLED is set.
+suffix: $(STAMP)
+	$(VENV)/bin/python -m pip install --quiet setuptools wheel cmake ninja nanobind==2.9.2
+	PATH="$(abspath $(VENV))/bin:$$PATH" $(VENV)/bin/python -m pip install --quiet --no-deps --no-build-isolation \
+		arctic-inference==0.1.1
 
 lint: $(STAMP)
 	$(VENV)/bin/python -m pip install --quiet ruff

@@ -2,30 +2,91 @@
 
     python benchmarks/measure_all.py [--only held_out_code] [--quick]
 
-Prints what it runs, so that any line can be run by hand. `--quick` measures little, to see that everything works.
+One session: all engines are started once and stay alive (about 3 GB each), as starting them is what takes longest. A
+row says how it was measured, and the page shows the `eesd bench` that measures the same. What needs something that is
+not here (suffix decoding, trained peers) is left out, and methods.json says why. `--quick` measures little, to see that
+everything works.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
+import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
+
+from vllm_eesd.bench.engines import METHODS, TRAINED_PEERS, EngineSettings, encode_prompts, running_engines
+from vllm_eesd.bench.hardware import provenance
+from vllm_eesd.bench.latency import measured_rows, open_console, report_gate, reporting, results_table, write_json
+from vllm_eesd.bench.prompts import read_prompts
+from vllm_eesd.bench.throughput import measured_rows as arriving_rows
+from vllm_eesd.bench.throughput import results_table as arriving_table
+from vllm_eesd.bench.trace_record import time_steps
+from vllm_eesd.exit_head.checkpoint import ExitHeadConfig
+from vllm_eesd.policy import Calibration
+from vllm_eesd.simulate.roofline import Shape
+from vllm_eesd.simulate.validate import Setting, validate
+from vllm_eesd.trace import read_trace
 
 ROOT = Path(__file__).resolve().parents[1]
 PROMPTS, RESULTS, BUILD = ROOT / "models" / "prompts", ROOT / "benchmarks" / "results", ROOT / "build" / "bench"
 MODEL = "models/eesd-code-10m"
-#: Workload -> prompts, batch sizes, rounds: together about a quarter of an hour on two cores.
+#: What arrives at random, what the plan is compared on, and where trained peers take part.
+HELD_OUT = "held_out_code"
+TRACE = f"models/traces/{HELD_OUT}.jsonl.gz"
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much is measured of a workload.
+
+    Attributes:
+        prompts: its first so many.
+        batches: requests at once.
+        rounds: timed, behind one of warming up.
+        peer_batches: of those, where trained peers take part too.
+    """
+
+    prompts: int
+    batches: tuple[int, ...]
+    rounds: int
+    peer_batches: tuple[int, ...] = ()
+
+
+#: Together less than 20 minutes on two cores, of which starting the engines is about a third.
 WORKLOADS = {
-    "held_out_code": (16, "1,4,8,16", 4),
-    "repetitive_code": (8, "1,8", 3),
-    "random_tokens": (8, "1,8", 3),
+    HELD_OUT: Size(16, (1, 4, 8, 16), 3, (1, 8)),
+    "repetitive_code": Size(8, (1, 8), 3),
+    "random_tokens": Size(8, (1, 8), 3),
 }
 MAX_TOKENS = 128
-QUICK = (2, "1,2", 3, 16)
-#: What arrives at random is taken from this workload.
-ARRIVING, RATES = "held_out_code", "2,6"
+RATES, REQUESTS, ARRIVAL_ROUNDS, SEED = (2.0, 6.0), 12, 3, 0
+COSTED_STEPS, COSTED_ROUNDS = 32, 3
+WATERFALL = ["--tokens", "64", "--rounds", "2"]
+QUICK_SIZE, QUICK_TOKENS = Size(2, (1, 2), 3, (1,)), 16
+QUICK_WATERFALL = ["--tokens", "16", "--rounds", "1"]
+
+
+@dataclass(frozen=True)
+class Session:
+    """What everything is measured with."""
+
+    engines: dict[str, Any]
+    settings: EngineSettings
+    prompts: dict[str, list[list[int]]]
+    max_tokens: int
+    results: Path
+    progress: Callable[[str], None]
+
+    def write(self, name: str, content: Any) -> None:
+        write_json(self.results / name, content)
 
 
 def main() -> int:
@@ -33,49 +94,157 @@ def main() -> int:
     parser.add_argument("--only", choices=list(WORKLOADS), help="one workload")
     parser.add_argument("--quick", action="store_true", help="little, into build/bench instead of benchmarks/results")
     args = parser.parse_args()
-    began = time.monotonic()
-    for workload in [args.only] if args.only else WORKLOADS:
-        run(latency(workload, args.quick))
-    if args.only in (None, ARRIVING):
-        run(throughput(args.quick))
-    print(f"measured in {(time.monotonic() - began) / 60:.1f} minutes")
-    return 0
+    workloads = {args.only: WORKLOADS[args.only]} if args.only else WORKLOADS
+    workloads = dict.fromkeys(workloads, QUICK_SIZE) if args.quick else workloads
+    os.chdir(ROOT)
+    began, console = time.monotonic(), open_console()
+    provenance()  # before the first file is written: the commit is the one that was measured
+    results = BUILD if args.quick else RESULTS
+    if HELD_OUT in workloads:
+        words = ["--json", str(results / "waterfall.json"), *(QUICK_WATERFALL if args.quick else WATERFALL)]
+        # A process of its own, because there the engines run in it.
+        subprocess.run([sys.executable, "-P", "benchmarks/waterfall.py", *words], cwd=ROOT, check=True)
+    failed = measure_all(workloads, args.quick, console)
+    if HELD_OUT in workloads:
+        validation(results)
+    console.print(f"measured in {(time.monotonic() - began) / 60:.1f} minutes")
+    return failed
 
 
-def latency(workload: str, quick: bool) -> list[str]:
-    """Return the `eesd` arguments of one workload; its prompts are the first lines of models/prompts."""
-    num_prompts, batches, rounds, max_tokens = QUICK if quick else (*WORKLOADS[workload], MAX_TOKENS)
-    words = ["bench", "latency", "--model", MODEL, "--prompts", prompts(workload, num_prompts), "--batch", batches]
-    words += ["--methods", "plain,eesd,ngram", "--max-tokens", str(max_tokens), "--rounds", str(rounds)]
-    return [*words, "--json", result(f"latency-{workload}.json", quick)]
+def measure_all(workloads: dict[str, Size], quick: bool, console: Any) -> int:
+    """Measure with engines that are started once; return 1 if eesd's output is not plain's somewhere."""
+    settings = EngineSettings(MODEL)
+    left_out = {method: reason for method in METHODS if (reason := settings.missing(method)) is not None}
+    max_tokens = QUICK_TOKENS if quick else MAX_TOKENS
+    methods = [method for method in METHODS if method not in left_out]
+    failed = 0
+    with reporting(console) as progress:
+        prompts, longest = {}, 0
+        for workload, size in workloads.items():
+            texts = read_prompts(prompt_file(workload, size.prompts))
+            _, prompts[workload], length = encode_prompts(MODEL, texts, max_tokens, progress)
+            longest = max(longest, length)
+        with running_engines(methods, settings, longest, progress) as engines:
+            session = Session(engines, settings, prompts, max_tokens, BUILD if quick else RESULTS, progress)
+            session.write("methods.json", {method: about(settings, method, left_out) for method in METHODS})
+            for workload, size in workloads.items():
+                rows = latency(session, workload, size)
+                console.print(results_table(rows))
+                failed |= report_gate(rows, console)
+            if HELD_OUT in workloads:
+                console.print(arriving_table(throughput(session, quick)))
+                step_costs(session, workloads[HELD_OUT])
+    return failed
 
 
-def throughput(quick: bool) -> list[str]:
-    """Return the `eesd` arguments for requests that arrive at random."""
-    num_requests, _, rounds, max_tokens = QUICK if quick else (16, "", 3, MAX_TOKENS)
-    words = ["bench", "throughput", "--model", MODEL, "--prompts", prompts(ARRIVING, num_requests), "--rate", RATES]
-    words += ["--methods", "plain,eesd", "--requests", str(num_requests), "--max-tokens", str(max_tokens)]
-    return [*words, "--rounds", str(rounds), "--json", result(f"throughput-{ARRIVING}.json", quick)]
+def about(settings: EngineSettings, method: str, left_out: dict[str, str]) -> dict[str, Any]:
+    """Return why a method is left out, or how a trained peer was trained."""
+    if method in left_out:
+        return {"left_out": left_out[method]}
+    record = settings.peer(method) / "training.json"
+    return json.loads(record.read_text(encoding="utf-8")) if method in TRAINED_PEERS and record.is_file() else {}
 
 
-def prompts(workload: str, num_prompts: int) -> str:
-    """Write a workload's first prompts and return the file, seen from the root."""
+def latency(session: Session, workload: str, size: Size) -> list[dict[str, Any]]:
+    """Measure and write a workload's rows; methods that take part in none of its sizes are not in them."""
+    rows = []
+    for batch in size.batches:
+        taking_part = [m for m in session.engines if m not in TRAINED_PEERS or batch in size.peer_batches]
+        engines = {method: session.engines[method] for method in taking_part}
+        where = (session.settings, session.prompts[workload], shown(prompt_file(workload, size.prompts)))
+        sizes = {"max_tokens": session.max_tokens, "rounds": size.rounds}
+        rows += measured_rows(engines, *where, batch, session.progress, **sizes)
+    session.write(f"latency-{workload}.json", rows)
+    return rows
+
+
+def throughput(session: Session, quick: bool) -> list[dict[str, Any]]:
+    """Measure and write requests that arrive at random."""
+    engines = {method: session.engines[method] for method in ("plain", "eesd")}
+    prompts = session.prompts[HELD_OUT]
+    count = 2 if quick else REQUESTS
+    requests = [prompts[number % len(prompts)] for number in range(count)]
+    source = shown(prompt_file(HELD_OUT, len(prompts)))
+    sizes = {"max_tokens": session.max_tokens, "rounds": ARRIVAL_ROUNDS, "seed": SEED}
+    rows = []
+    for rate in RATES:
+        rows += arriving_rows(engines, session.settings, requests, source, rate, session.progress, **sizes)
+    session.write(f"throughput-{HELD_OUT}.json", rows)
+    return rows
+
+
+def step_costs(session: Session, size: Size) -> None:
+    """Measure and write what steps and prompts cost here: what `eesd plan` is validated with."""
+    eesd, prompts = session.engines["eesd"], session.prompts[HELD_OUT]
+    session.progress("timing steps")
+    time_steps(eesd.generate, prompts, list(size.batches), session.settings.num_speculative_tokens)
+    plain = {batch: plain_costs(session.engines["plain"], prompts, batch) for batch in size.batches}
+    content = {"costs": eesd.costs(), "context": context(prompts, session.max_tokens)}
+    content |= {"prompt_ms": {batch: ms for batch, (ms, _) in plain.items()}}
+    content |= {"plain_ms": {batch: ms for batch, (_, ms) in plain.items()}}
+    session.write(f"costs-{HELD_OUT}.json", content | {"max_tokens": session.max_tokens} | provenance())
+
+
+def validation(results: Path) -> None:
+    """Write what `eesd plan` predicts for the eesd rows just measured on held-out code."""
+    settings, costs = EngineSettings(MODEL), read(results / f"costs-{HELD_OUT}.json")
+    rows = read(results / f"latency-{HELD_OUT}.json")
+    measured = {row["batch"]: row["speedup_vs_plain"] for row in rows if row["method"] == "eesd"}
+    if None in measured.values():
+        return  # not lossless, so not measured; the table says so
+    trace, head = read_trace(TRACE), ExitHeadConfig.load(Path(MODEL) / "eesd")
+    num_prompts = rows[0]["num_prompts"]
+    setting = Setting(
+        trace=replace(trace, requests=trace.requests[:num_prompts]),
+        calibration=Calibration.load(Path(MODEL) / "eesd"),
+        policy=settings.policy,
+        tokens=costs["max_tokens"],
+        shape=Shape.read(MODEL),
+        draft_layers=head.exit_layer + 1,
+        context=costs["context"],
+    )
+    plain = {int(batch): (costs["prompt_ms"][batch], costs["plain_ms"][batch]) for batch in costs["plain_ms"]}
+    predicted = [asdict(row) for row in validate(setting, costs["costs"], plain, measured)]
+    origin = {name: costs[name] for name in ("hardware", "versions", "git_sha")}
+    write_json(results / f"plan-{HELD_OUT}.json", {"trace": TRACE, "rows": predicted} | origin)
+
+
+def read(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def plain_costs(engine: Any, prompts: list[list[int]], batch: int) -> tuple[float, float]:
+    """Return the mean times of a batch's prompts and first tokens and of a step behind them, medians of some passes."""
+    groups = [prompts[first : first + batch] for first in range(0, len(prompts), batch)]
+
+    def timed(max_tokens: int) -> float:
+        engine.forget_prefixes()
+        began = time.perf_counter()
+        for group in groups:
+            engine.generate(group, max_tokens)
+        return 1e3 * (time.perf_counter() - began) / len(groups)
+
+    passes = [(timed(1), timed(1 + COSTED_STEPS)) for _ in range(COSTED_ROUNDS)]
+    prompt_ms, whole_ms = (statistics.median(times) for times in zip(*passes, strict=True))
+    return round(prompt_ms, 3), round((whole_ms - prompt_ms) / COSTED_STEPS, 4)
+
+
+def context(prompts: list[list[int]], max_tokens: int) -> int:
+    """Return how many tokens of a request are in the cache, on average over its decoding."""
+    return round(statistics.fmean(map(len, prompts)) + max_tokens / 2)
+
+
+def prompt_file(workload: str, num_prompts: int) -> Path:
+    """Write a workload's first prompts and return the file."""
     BUILD.mkdir(parents=True, exist_ok=True)
     chosen = BUILD / f"{workload}-{num_prompts}.jsonl"
     lines = (PROMPTS / f"{workload}.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
     chosen.write_text("".join(lines[:num_prompts]), encoding="utf-8")
-    return str(chosen.relative_to(ROOT))
+    return chosen
 
 
-def result(name: str, quick: bool) -> str:
-    """Return where a result goes, seen from the root."""
-    return str(((BUILD if quick else RESULTS) / name).relative_to(ROOT))
-
-
-def run(words: list[str]) -> None:
-    """Run `eesd` in the repository's root; what it says is shown."""
-    print("eesd", *words, flush=True)
-    subprocess.run([sys.executable, "-P", "-m", "vllm_eesd.cli", *words], cwd=ROOT, check=True)
+def shown(path: Path) -> str:
+    return str(path.relative_to(ROOT))
 
 
 if __name__ == "__main__":

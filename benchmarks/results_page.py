@@ -3,9 +3,9 @@
     python benchmarks/results_page.py
 
 `make bench` measures (benchmarks/measure_all.py) and then runs this. Read are latency-*.json (rows of
-`eesd bench latency`), throughput-*.json (`eesd bench throughput`), *.csv (benchmarks/harness.py) and published.json
-(others' figures, each with its source); what is not there is left out. readme_table.py makes the README's table of the
-same files.
+`eesd bench latency`), throughput-*.json (`eesd bench throughput`), waterfall.json (benchmarks/waterfall.py),
+plan-*.json, methods.json, *.csv (benchmarks/harness.py) and published.json (others' figures, each with its source);
+what is not there is left out. readme_table.py makes the README's table of the same files.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from efficiency_page import methods_note, plan_section, plot_waterfall, waterfall_section
 from matplotlib.figure import Figure
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -38,19 +39,27 @@ def main(results: Path = RESULTS, page: Path = PAGE) -> None:
         plot_speedup(page.with_name("results-speedup.png"), latency)
         plot_acceptance(page.with_name("results-acceptance.png"), latency)
         sections += [latency_section(workload, rows) for workload, rows in latency.items()]
+        if (results / "methods.json").exists():
+            sections.append(methods_note(read(results / "methods.json")))
         sections.append(
             "![Speedup over plain decoding by batch size](results-speedup.png)\n\n"
             "![Share of rounds in which EESD's draft was accepted up to a position](results-acceptance.png)\n"
         )
     arriving = {path.stem.removeprefix("throughput-"): read(path) for path in sorted(results.glob("throughput-*.json"))}
     sections += [throughput_section(workload, rows) for workload, rows in arriving.items()]
+    if (results / "waterfall.json").exists():
+        rows = read(results / "waterfall.json")
+        save(plot_waterfall(rows), page.with_name("results-waterfall.png"))
+        sections.append(waterfall_section(rows, table, origin(rows[0])))
+    plans = [read(path) for path in sorted(results.glob("plan-*.json"))]
+    sections += [plan_section(plan, table, origin(plan)) for plan in plans]
     sections += [kernel_section(path) for path in sorted(results.glob("*.csv"))]
     if (results / "published.json").exists():
         sections.append(published_section(read(results / "published.json")))
     page.write_text("\n".join(sections), encoding="utf-8")
 
 
-def read(path: Path) -> list[dict[str, Any]]:
+def read(path: Path) -> Any:
     return json.loads(path.read_text(encoding="utf-8"))
 
 
@@ -68,14 +77,19 @@ def origin(row: dict[str, Any]) -> str:
     return f"{row['hardware']}; {shown}; commit {row['git_sha']}."
 
 
-def command(rows: list[dict[str, Any]]) -> str:
-    """Return the `eesd bench latency` that made these rows, from what they say of it."""
-    first = rows[0]
-    words = ["eesd", "bench", "latency", "--model", first["model"], "--prompts", first["prompts"]]
-    words += ["--methods", ",".join(dict.fromkeys(row["method"] for row in rows))]
-    words += ["--batch", ",".join(dict.fromkeys(str(row["batch"]) for row in rows))]
-    words += ["--max-tokens", str(first["max_tokens"]), "--rounds", str(first["rounds"]), "--dtype", first["dtype"]]
-    return shlex.join([*words, "--policy", first["policy"]])
+def commands(rows: list[dict[str, Any]]) -> str:
+    """Return the `eesd bench latency` that measures these rows, from what they say of it: one a set of methods."""
+    methods_of: dict[int, tuple[str, ...]] = {}
+    for row in rows:
+        methods_of[row["batch"]] = (*methods_of.get(row["batch"], ()), row["method"])
+    first, lines = rows[0], []
+    for methods in dict.fromkeys(methods_of.values()):
+        words = ["eesd", "bench", "latency", "--model", first["model"], "--prompts", first["prompts"]]
+        batches = [str(batch) for batch, some in methods_of.items() if some == methods]
+        words += ["--methods", ",".join(methods), "--batch", ",".join(batches)]
+        words += ["--max-tokens", str(first["max_tokens"]), "--rounds", str(first["rounds"]), "--dtype", first["dtype"]]
+        lines.append(shlex.join([*words, "--policy", first["policy"]]))
+    return "\n".join(lines)
 
 
 def pattern(value: float | None, text: str) -> str | None:
@@ -110,7 +124,7 @@ def latency_section(workload: str, rows: list[dict[str, Any]]) -> str:
     headings = ("batch", "method", "tokens/s", "speedup", "tokens per round", "drafted", "accepted", "output identical")
     return (
         f"## {workload.replace('_', ' ').capitalize()}\n\n{first['num_prompts']} prompts, {first['max_tokens']} new "
-        f"tokens each, {first['rounds']} rounds. {origin(first)}\n\n```\n{command(rows)}\n```\n\n"
+        f"tokens each, {first['rounds']} rounds. {origin(first)}\n\n```\n{commands(rows)}\n```\n\n"
         + table(headings, cells)
     )
 

@@ -126,13 +126,20 @@ def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END_OF_TEXT, bos_token=END_OF_TEXT)
 
 
-def pack(work: Path) -> None:
-    """Write the tokenizer, `train.bin` and `held_out.bin` (uint16, END_OF_TEXT after each document) and `data.json`."""
+def pack(work: Path, tokenizer_of: Path | None = None) -> None:
+    """Write the tokenizer, `train.bin` and `held_out.bin` (uint16, END_OF_TEXT after each document) and `data.json`.
+
+    Args:
+        tokenizer_of: directory of a model whose tokenizer is taken; None trains one.
+    """
     work.mkdir(parents=True, exist_ok=True)
     train, held_out, stats = read_documents()
     order = np.random.default_rng(0).permutation(len(train))
     train = [train[i] for i in order]
-    tokenizer = train_tokenizer(train[:: max(1, len(train) // 4000)])
+    if tokenizer_of is None:
+        tokenizer = train_tokenizer(train[:: max(1, len(train) // 4000)])
+    else:
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(tokenizer_of)
     tokenizer.save_pretrained(work / "tokenizer")
     for split, texts in (("train", train), ("held_out", held_out)):
         ids: list[np.ndarray] = []
@@ -303,6 +310,8 @@ def main() -> None:
     for name in ("pack", "train", "export", "eval"):
         sub = commands.add_parser(name)
         sub.add_argument("--work", type=Path, default=Path("build/target"))
+        if name == "pack":
+            sub.add_argument("--tokenizer", type=Path, help="model whose tokenizer to take (default: train one)")
         if name == "eval":
             sub.add_argument("model", type=Path)
         if name == "export":
@@ -329,7 +338,7 @@ def main() -> None:
             sub.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
     args = parser.parse_args()
     {
-        "pack": lambda: pack(args.work),
+        "pack": lambda: pack(args.work, args.tokenizer),
         "train": lambda: train(args),
         "export": lambda: export(args),
         "eval": lambda: evaluate(args),

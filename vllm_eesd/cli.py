@@ -13,6 +13,7 @@ import sys
 import vllm_eesd
 
 USER_ERROR = 2
+METHODS_HELP = "of plain, eesd, ngram, suffix, draft_model, eagle; comma-separated (default plain,eesd,ngram)"
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 
 
@@ -83,14 +84,13 @@ def _add_bench(commands) -> None:
     measurements = bench.add_subparsers(title="measurements", metavar="MEASUREMENT", required=True)
     latency = measurements.add_parser("latency", help="tokens per second of several methods, interleaved in one run")
     _add_measured(latency)
-    latency.add_argument(
-        "--methods", type=_words, default=["plain", "eesd", "ngram"], help="comma-separated (default plain,eesd,ngram)"
-    )
+    latency.add_argument("--methods", type=_words, default=["plain", "eesd", "ngram"], help=METHODS_HELP)
     latency.add_argument(
         "--batch", type=_positive_list, default=[1, 4], help="batch sizes, comma-separated (default 1,4)"
     )
     latency.add_argument("--rounds", type=_positive, default=5, metavar="R", help="passes over all methods (default 5)")
     _add_drafting(latency)
+    _add_peers(latency)
     latency.set_defaults(implementation="vllm_eesd.bench.latency:run")
     _add_throughput(measurements)
     _add_sweep(measurements)
@@ -99,9 +99,7 @@ def _add_bench(commands) -> None:
 def _add_throughput(measurements) -> None:
     throughput = measurements.add_parser("throughput", help="requests that arrive at random, at several rates")
     _add_measured(throughput)
-    throughput.add_argument(
-        "--methods", type=_words, default=["plain", "eesd", "ngram"], help="comma-separated (default plain,eesd,ngram)"
-    )
+    throughput.add_argument("--methods", type=_words, default=["plain", "eesd", "ngram"], help=METHODS_HELP)
     throughput.add_argument(
         "--rate", type=_positive_reals, default=[1.0, 2.0, 4.0], metavar="R,...", help="per second (default 1,2,4)"
     )
@@ -109,6 +107,7 @@ def _add_throughput(measurements) -> None:
     throughput.add_argument("--rounds", type=_positive, default=3, metavar="R", help="passes (default 3)")
     throughput.add_argument("--seed", type=int, default=0, help="of the arrivals (default 0)")
     _add_drafting(throughput)
+    _add_peers(throughput)
     throughput.set_defaults(implementation="vllm_eesd.bench.throughput:run")
 
 
@@ -134,6 +133,12 @@ def _add_measured(parser) -> None:
     parser.add_argument("--max-tokens", type=_positive, default=128, metavar="T", help="per prompt (default 128)")
     parser.add_argument("--dtype", default="float32", help="of the target (default float32, where identity can hold)")
     parser.add_argument("--json", metavar="OUT", help="write a JSON list of rows")
+
+
+def _add_peers(parser) -> None:
+    parser.add_argument(
+        "--peers", metavar="P", help="directory of draft_model/ and eagle/; default: peers/ in the target's"
+    )
 
 
 def _add_probe(commands) -> None:

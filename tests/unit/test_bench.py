@@ -5,6 +5,7 @@ import io
 import json
 import os
 import subprocess
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -213,6 +214,7 @@ def bench(monkeypatch, tmp_path):
             "dtype": "float32",
             "num_speculative_tokens": 8,
             "policy": "goodput",
+            "peers": None,
             "json": str(tmp_path / "out" / "rows.json"),
         }
         code = latency.run(argparse.Namespace(**(arguments | changed)))
@@ -257,7 +259,8 @@ def test_bfloat16_reports_a_difference_without_failing(bench):
 @pytest.mark.parametrize(
     "changed, message",
     [
-        ({"methods": ["plain", "eagle"]}, r"methods='eagle' .* allowed: each once of plain, eesd, ngram"),
+        ({"methods": ["plain", "medusa"]}, r"methods='medusa' .* allowed: each once of plain, eesd, ngram, suffix"),
+        ({"methods": ["plain", "eagle"]}, r"methods='eagle' is not usable here: .*/eagle holds no model"),
         ({"methods": ["plain", "plain"]}, r"methods='plain,plain' "),
         ({"methods": []}, r"methods='' "),
         ({"batch": [0]}, r"batch=0 .* whole numbers from 1"),
@@ -314,6 +317,26 @@ def test_methods_differ_only_in_speculation():
     assert settings.method_arguments("eesd")["speculative_config"] == expected
     assert settings.method_arguments("ngram")["speculative_config"]["method"] == "ngram"
     assert "model" not in EngineSettings("target").eesd_config()
+
+
+def test_peers_are_taken_from_the_targets_directory_and_missed_where_they_are_not(tmp_path, monkeypatch):
+    settings = EngineSettings(str(tmp_path))
+    assert settings.missing("draft_model").startswith(f"{tmp_path}/peers/draft_model holds no model")
+    trained = tmp_path / "peers" / "draft_model"
+    trained.mkdir(parents=True)
+    (trained / "config.json").write_text("{}")
+    assert settings.missing("draft_model") is None and settings.missing("eagle") is not None
+    drafts = {"method": "draft_model", "model": str(trained), "num_speculative_tokens": 4}
+    assert settings.method_arguments("draft_model") == {"speculative_config": drafts}
+    assert EngineSettings("target", peers="elsewhere").peer("eagle") == Path("elsewhere/eagle")
+    monkeypatch.setattr(engines, "find_spec", lambda name: None)
+    assert settings.missing("suffix") == "arctic-inference is not installed; `make suffix` builds it"
+    monkeypatch.setattr(engines, "find_spec", lambda name: name)
+    assert settings.missing("suffix") is None
+    # With a cache of past answers it would draft, from the second round on, what it said in the first.
+    alone = {"method": "suffix", "suffix_decoding_max_cached_requests": 0}
+    assert settings.method_arguments("suffix") == {"speculative_config": alone}
+    assert [settings.missing(method) for method in ("plain", "eesd", "ngram")] == [None] * 3
 
 
 WORKER_DIES_FIRST = """\

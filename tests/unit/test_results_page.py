@@ -1,11 +1,17 @@
 """docs/results.md: every number is from a file, and the page is the one those files give."""
 
 import importlib.util
+import io
 import json
 import re
+import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from rich.console import Console
+
+from vllm_eesd.bench.engines import Served
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -13,7 +19,10 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 def load(name):
     spec = importlib.util.spec_from_file_location(name, REPOSITORY / "benchmarks" / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, name, module)  # dataclasses look their module up
+        patch.syspath_prepend(str(REPOSITORY / "benchmarks"))
+        spec.loader.exec_module(module)
     return module
 
 
@@ -64,6 +73,17 @@ def results(tmp_path):
     (tmp_path / "latency-easy_text.json").write_text(json.dumps(rows))
     arriving = {"rate": 2.0, "requests": 9, "seed": 4, "latency_s": 1.5, "latency_p95_s": 2.25, "first_token_s": 0.125}
     arriving |= {"ms_per_token": 8.5, "latency_ratio": 1.75, "latency_ratio_interval": [1.5, 2.0]}
+    pieces = {"model forward": 3.0, "draft forward": 0.0, "unnamed": 0.125}
+    plain = {"step_ms": 3.125, "pieces": pieces, "explained": 0.96, "tokens": 2}
+    drafting = plain | {"step_ms": 6.5, "pieces": pieces | {"draft forward": 1.5}, "explained": 0.98, "tokens": 6.5}
+    more = {"measured_speedup": 1.5625, "ideal_speedup": 2.1964, "efficiency": 0.7115, "prompts": 5, "tokens": 44}
+    more |= {"waterfall": [["plain step", 3.125], ["draft forward", 1.5], ["forward of the drafts", 1.875]]}
+    (tmp_path / "waterfall.json").write_text(json.dumps([row("", 2) | {"plain": plain, "eesd": drafting} | more]))
+    predicted = {"batch": 8, "measured": 2.0, "at_measured_costs": 2.25, "at_modelled_costs": 1.75}
+    (tmp_path / "plan-easy_text.json").write_text(json.dumps(row("", 1) | {"trace": "T.gz", "rows": [predicted]}))
+    peers = {"plain": {}, "suffix": {"left_out": "not built"}}
+    peers |= {"eagle": {"tokens": 7_500_000, "budget_tokens": 15_400_000, "minutes": 41.7}}
+    (tmp_path / "methods.json").write_text(json.dumps(peers))
     (tmp_path / "throughput-easy_text.json").write_text(json.dumps([row("eesd", 1) | arriving]))
     header, figures = "kernel,method,ms,bytes,hardware,versions,git_sha", "fill,ours,0.123,99,GPU,torch=2,fff"
     (tmp_path / "kernels.csv").write_text(f"{header}\n{figures}\n")
@@ -82,6 +102,12 @@ def test_the_page_says_what_the_files_say(page_of, results):
     assert f"{command} --rounds 3 --dtype float32 --policy goodput" in text
     assert "| 2 | eesd | 111 | 1.50 | 2.25 | 0.125 | 8.50 | 1.75x (1.50-2.00) |" in text
     assert "throughput --model 'a model' --prompts p.jsonl --methods eesd --rate 2 --requests 9" in text
+    assert "| 2 | 3.12 | 6.50 | 3.25 | 1.56x | 2.20x | 71% | 96% and 98% |" in text
+    assert "| draft forward | 0.000 | 1.500 |" in text and "5 held-out prompts, 44 new tokens each" in text
+    assert "| 8 | 2.00x | 2.25x (+12%) | 1.75x (-12%) |" in text and "recorded acceptance (T.gz)" in text
+    assert "- `suffix` is left out: not built." in text
+    assert "- `eagle` was trained on 7.5 M tokens in 42 minutes, of the exit head's 15.4 M" in text
+    assert "(`models/train_peers.py`): it has had less, so its rows are what it does at least." in text
     assert "| fill | ours | 0.123 |" in text and "GPU; torch=2; commit fff." in text
     assert text.index("## Published by others") < text.index("| M | T | W | up to 9x | arXiv 1 |")
 
@@ -110,13 +136,79 @@ def test_the_readmes_table_is_too():
     assert load("readme_table").figures() in (REPOSITORY / "README.md").read_text(encoding="utf-8")
 
 
-def test_what_is_measured_exists():
+def test_what_is_measured_exists(monkeypatch):
+    monkeypatch.chdir(REPOSITORY)
     measured = load("measure_all")
-    for workload in measured.WORKLOADS:
-        words = measured.latency(workload, quick=True)
-        prompts = REPOSITORY / words[words.index("--prompts") + 1]
-        assert len(prompts.read_text(encoding="utf-8").splitlines()) == measured.QUICK[0]
-        num_prompts, batches, _ = measured.WORKLOADS[workload]
-        assert max(map(int, batches.split(","))) <= num_prompts
-    words = measured.throughput(quick=False)
-    assert len((REPOSITORY / words[words.index("--prompts") + 1]).read_text(encoding="utf-8").splitlines()) == 16
+    for workload, size in measured.WORKLOADS.items():
+        prompts = measured.prompt_file(workload, size.prompts)
+        assert len(prompts.read_text(encoding="utf-8").splitlines()) == size.prompts >= max(size.batches)
+        assert set(size.peer_batches) <= set(size.batches)
+    assert measured.REQUESTS <= measured.WORKLOADS[measured.HELD_OUT].prompts
+
+
+class FakeEngine:
+    """Answers every prompt with its own tokens, and says what was asked of it."""
+
+    def __init__(self, asked):
+        self._asked = asked
+
+    def generate(self, prompts, max_tokens, options=None):
+        self._asked.append((len(prompts), max_tokens, options))
+        return [[7] * max_tokens for _ in prompts]
+
+    def stream(self, prompts, max_tokens):
+        yield [(number, [7] * max_tokens) for number in range(len(prompts))]
+
+    def serve(self, prompts, arrivals, max_tokens):
+        return [Served(arrival, arrival + 1, arrival + 2, [7] * max_tokens) for arrival in arrivals]
+
+    def statistics(self):
+        return None
+
+    def costs(self):
+        curve = [[k, 5.0 + 0.1 * k] for k in (0, 1, 2, 4, 8)]
+        return {
+            "verify_ms": {"1": curve, "2": curve, "4": curve},
+            "draft_step_ms": [[1, 0.5], [2, 0.5]],
+            "draft_round_ms": [],
+        }
+
+    forget_prefixes = reset_statistics = lambda self: None
+
+
+def test_one_session_measures_everything_the_page_shows(page_of, tmp_path, monkeypatch):
+    """Trained peers only where they take part, what is missing named with its reason, the plan from these costs."""
+    monkeypatch.chdir(REPOSITORY)
+    measured, asked, started = load("measure_all"), [], []
+
+    @contextmanager
+    def engines(methods, settings, max_model_len, progress):
+        started.append(methods)
+        yield {method: FakeEngine(asked) for method in methods}
+
+    lacking = {"suffix": "not built", "eagle": "not trained"}
+    monkeypatch.setattr(measured.EngineSettings, "missing", lambda self, method: lacking.get(method))
+    monkeypatch.setattr(measured, "running_engines", engines)
+    monkeypatch.setattr(measured, "BUILD", REPOSITORY / "build" / "bench")
+    monkeypatch.setattr(measured, "RESULTS", tmp_path)
+    sizes = {measured.HELD_OUT: measured.Size(2, (1, 2), 3, (1,)), "random_tokens": measured.Size(1, (1,), 3)}
+    assert measured.measure_all(sizes, False, Console(file=io.StringIO())) == 0
+    assert started == [["plain", "eesd", "ngram", "draft_model"]]
+    rows = json.loads((tmp_path / "latency-held_out_code.json").read_text())
+    assert [(r["batch"], r["method"]) for r in rows] == [
+        *((1, method) for method in started[0]),
+        *((2, method) for method in ("plain", "eesd", "ngram")),
+    ]
+    assert (2, 24, {"eesd_max_draft_tokens": 0}) in asked and (1, 1, None) in asked and (2, 33, None) in asked
+    for row in rows:
+        row["speedup_vs_plain"] = 2.0 * row["batch"]
+    (tmp_path / "latency-held_out_code.json").write_text(json.dumps(rows))
+    measured.validation(tmp_path)
+    assert [row["measured"] for row in json.loads((tmp_path / "plan-held_out_code.json").read_text())["rows"]] == [2, 4]
+    page_of.main(tmp_path, tmp_path / "results.md")
+    text = (tmp_path / "results.md").read_text()
+    assert "- `suffix` is left out: not built." in text and "- `eagle` is left out: not trained." in text
+    assert (
+        "--methods plain,eesd,ngram,draft_model --batch 1 " in text and "--methods plain,eesd,ngram --batch 2 " in text
+    )
+    assert "## The plan against the measurement" in text and "| 2 | 4.00x | " in text

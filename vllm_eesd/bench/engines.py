@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,12 +21,17 @@ from vllm_eesd.config import EESDConfig
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-METHODS = ("plain", "eesd", "ngram")
+METHODS = ("plain", "eesd", "ngram", "suffix", "draft_model", "eagle")
 DTYPES = ("float32", "bfloat16", "float16")
 WORKER_EXTENSION = "vllm_eesd.host.worker.WorkerExtension"
 # Short suffixes, as prompt lookup is usually run; of draft lengths from 2 to 16 none is more than 8% ahead of 8 where
 # the embedded model's texts are replayed at its costs at batch 1, 8 and 16.
 NGRAM = {"method": "ngram", "num_speculative_tokens": 8, "prompt_lookup_min": 2, "prompt_lookup_max": 4}
+#: Needs arctic-inference, which is built from source. What it generated before is not kept: a measurement asks the same
+#: prompts again and again, and it would draft its own answers from the last time. The rest is vLLM's default.
+SUFFIX = {"method": "suffix", "suffix_decoding_max_cached_requests": 0}
+#: Methods that a trained model drafts for, in a directory of that name; tokens they draft.
+TRAINED_PEERS, PEER_DRAFT_LENGTH = ("draft_model", "eagle"), 4
 #: Room behind the last token: a round near max_model_len is cut short, and that is not what is measured.
 SPARE_TOKENS = 64
 #: The last line of a traceback, behind a log prefix or at the start of a line.
@@ -49,6 +55,7 @@ class EngineSettings:
         seed: vLLM's seed.
         policy_args: eesd's.
         exit_layer: draft headless from this layer of the target instead of with a head.
+        peers: directory of the trained peers' models, draft_model/ and eagle/; None takes peers/ in the target's.
     """
 
     model: str
@@ -59,6 +66,7 @@ class EngineSettings:
     seed: int = 0
     policy_args: Mapping[str, Any] = field(default_factory=dict)
     exit_layer: int | None = None
+    peers: str | None = None
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -76,7 +84,23 @@ class EngineSettings:
         """Return the arguments of `vllm.LLM` in which the method differs from plain."""
         if method == "eesd":
             return {"speculative_config": self.eesd_config(), "worker_extension_cls": WORKER_EXTENSION}
-        return {"speculative_config": dict(NGRAM)} if method == "ngram" else {}
+        if method in TRAINED_PEERS:
+            config = {"method": method, "model": str(self.peer(method)), "num_speculative_tokens": PEER_DRAFT_LENGTH}
+            return {"speculative_config": config}
+        config = {"ngram": NGRAM, "suffix": SUFFIX}.get(method)
+        return {} if config is None else {"speculative_config": dict(config)}
+
+    def peer(self, method: str) -> Path:
+        """Return the directory of a trained peer's model."""
+        return Path(self.peers or Path(self.model) / "peers") / method
+
+    def missing(self, method: str) -> str | None:
+        """Return what a method would need that is not here, None if nothing is missing."""
+        if method == "suffix" and find_spec("arctic_inference") is None:
+            return "arctic-inference is not installed; `make suffix` builds it"
+        if method in TRAINED_PEERS and not (self.peer(method) / "config.json").is_file():
+            return f"{self.peer(method)} holds no model; `python models/train_peers.py --help` says how to train one"
+        return None
 
 
 @dataclass
@@ -108,11 +132,18 @@ class VllmEngine:
         self._llm = llm
         self._drafts = method == "eesd"
 
-    def generate(self, prompts: list[list[int]], max_tokens: int, ignore_eos: bool = True) -> list[list[int]]:
+    def generate(
+        self,
+        prompts: list[list[int]],
+        max_tokens: int,
+        ignore_eos: bool = True,
+        options: Mapping[str, Any] | None = None,
+    ) -> list[list[int]]:
         from vllm import TokensPrompt
 
         inputs = [TokensPrompt(prompt_token_ids=tokens) for tokens in prompts]
-        outputs = self._llm.generate(inputs, _greedy(max_tokens, ignore_eos=ignore_eos), use_tqdm=False)
+        params = _greedy(max_tokens, ignore_eos=ignore_eos, options=options)
+        outputs = self._llm.generate(inputs, params, use_tqdm=False)
         return [list(output.outputs[0].token_ids) for output in outputs]
 
     def stream(self, prompts: list[list[int]], max_tokens: int) -> Iterator[list[tuple[int, list[int]]]]:
@@ -155,6 +186,10 @@ class VllmEngine:
     def statistics(self) -> Mapping[str, Any] | None:
         return self._llm.collective_rpc("eesd_stats")[0] if self._drafts else None
 
+    def costs(self) -> dict[str, Any]:
+        """Return what EESD has learned steps cost, `vllm_eesd.policy.CostModel.state`."""
+        return self._llm.collective_rpc("eesd_costs")[0]
+
     def take_rounds(self) -> list[Mapping[str, Any]]:
         """Return the drafter's rounds since the last call; the first call starts the recording."""
         return self._llm.collective_rpc("eesd_take_rounds")[0] if self._drafts else []
@@ -163,10 +198,13 @@ class VllmEngine:
         self._llm.llm_engine.engine_core.shutdown()
 
 
-def _greedy(max_tokens: int, output_kind: Any = None, ignore_eos: bool = True) -> Any:
+def _greedy(
+    max_tokens: int, output_kind: Any = None, ignore_eos: bool = True, options: Mapping[str, Any] | None = None
+) -> Any:
     from vllm import SamplingParams
 
     kind = {} if output_kind is None else {"output_kind": output_kind}
+    kind |= {"extra_args": dict(options)} if options else {}
     # In a comparison exactly max_tokens tokens, whatever the method: an early end would shorten the work.
     return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=ignore_eos, **kind)
 

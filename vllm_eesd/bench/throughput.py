@@ -33,27 +33,49 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ValueError: a flag, the prompts or the model are not usable; one line.
     """
-    check_methods(args.methods)
-    settings = EngineSettings(args.model, args.head, args.dtype, args.num_speculative_tokens, args.policy)
+    settings = EngineSettings(
+        args.model, args.head, args.dtype, args.num_speculative_tokens, args.policy, peers=args.peers
+    )
+    check_methods(args.methods, settings)
     texts = read_prompts(args.prompts)
     check_sizes(len(texts), [1], max_tokens=args.max_tokens, rounds=args.rounds, requests=args.requests)
     console = open_console()
     with reporting(console) as progress:
         _, prompts, max_model_len = encode_prompts(settings.model, texts, args.max_tokens, progress)
         requests = [prompts[number % len(prompts)] for number in range(args.requests)]
+        sizes = {"max_tokens": args.max_tokens, "rounds": args.rounds, "seed": args.seed}
         results = []
         with running_engines(args.methods, settings, max_model_len, progress) as engines:
             for rate in args.rate:
-                runs = measure_rate(engines, requests, rate, args.max_tokens, args.rounds, args.seed, progress)
-                results += [{"rate": rate, **row} for row in rows(runs)]
-    shared = {"model": settings.model, "head": settings.head, "dtype": settings.dtype, "policy": settings.policy}
-    shared |= {"prompts": str(args.prompts), "requests": args.requests, "max_tokens": args.max_tokens}
-    results = [row | shared | {"rounds": args.rounds, "seed": args.seed} | provenance() for row in results]
+                results += measured_rows(engines, settings, requests, args.prompts, rate, progress, **sizes)
     if args.json:
         write_json(Path(args.json), results)
     console.print(results_table(results))
     console.print(f"{args.requests} requests of {args.max_tokens} tokens, {settings.dtype}; {results[0]['hardware']}")
     return 0
+
+
+def measured_rows(
+    engines: Mapping[str, Server],
+    settings: EngineSettings,
+    requests: Sequence[list[int]],
+    source: str | Path,
+    rate: float,
+    progress: Callable[[str], None],
+    *,
+    max_tokens: int,
+    rounds: int,
+    seed: int,
+) -> list[dict[str, Any]]:
+    """Return a row per engine of requests that arrive at a rate, with everything that says how it was measured.
+
+    Args:
+        source: the prompts' file.
+    """
+    runs = measure_rate(engines, requests, rate, max_tokens, rounds, seed, progress)
+    shared = {"model": settings.model, "head": settings.head, "dtype": settings.dtype, "policy": settings.policy}
+    shared |= {"prompts": str(source), "requests": len(requests), "max_tokens": max_tokens, "rounds": rounds}
+    return [{"rate": rate, **row, **shared, "seed": seed, **provenance()} for row in rows(runs)]
 
 
 def poisson_arrivals(num_requests: int, rate: float, seed: int) -> list[float]:

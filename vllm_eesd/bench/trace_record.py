@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +47,8 @@ def run(args: argparse.Namespace) -> int:
         try:
             if args.batch:
                 progress("timing steps")
-                _time_steps(llm, prompts, args.batch, settings.num_speculative_tokens)
+                generate = partial(_generate, llm, temperature=0.0)
+                time_steps(generate, prompts, args.batch, settings.num_speculative_tokens)
             costs = llm.collective_rpc("eesd_costs")[0] if args.batch else {}
             progress(f"recording {len(prompts)} requests of {args.max_tokens} tokens")
             llm.collective_rpc("eesd_record_dense")
@@ -68,13 +71,18 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _time_steps(llm: Any, prompts: list[list[int]], batches: list[int], longest: int) -> None:
-    """Make the engine run steps of every size the cost model should know."""
+def time_steps(generate: Callable[..., Any], prompts: list[list[int]], batches: list[int], longest: int) -> None:
+    """Make the engine run steps of every size the cost model should know.
+
+    Args:
+        generate: takes prompts, max_tokens and `options`, EESD's own of a request.
+        longest: draft length.
+    """
     for batch in batches:
         for length in TIMED_LENGTHS:
             if length <= longest:
                 options = {"eesd_max_draft_tokens": length}
-                _generate(llm, prompts[:batch], TIMED_TOKENS * (1 + length // 2), 0.0, options)
+                generate(prompts[:batch], TIMED_TOKENS * (1 + length // 2), options=options)
 
 
 def _generate(llm: Any, prompts: list[list[int]], max_tokens: int, temperature: float, options: Any = None) -> None:

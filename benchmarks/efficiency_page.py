@@ -1,0 +1,113 @@
+"""Sections of docs/results.md about what stands behind the speedups: a step's time, the plan, the peers' training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from matplotlib.figure import Figure
+
+Table = Callable[[Sequence[str], Sequence[Sequence[Any]]], str]
+ENGINES = ("plain", "eesd")
+#: Bars of less than this share of the longest are too short for a figure inside.
+LABELLED_SHARE = 0.01
+
+
+def waterfall_section(rows: list[dict[str, Any]], table: Table, origin: str) -> str:
+    """Return the section about waterfall.json, of `benchmarks/waterfall.py`."""
+    first = rows[0]
+    summary = [
+        (
+            row["batch"],
+            f"{row['plain']['step_ms']:.2f}",
+            f"{row['eesd']['step_ms']:.2f}",
+            f"{row['eesd']['tokens'] / row['batch']:.2f}",
+            f"{row['measured_speedup']:.2f}x",
+            f"{row['ideal_speedup']:.2f}x",
+            f"{row['efficiency']:.0%}",
+            f"{row['plain']['explained']:.0%} and {row['eesd']['explained']:.0%}",
+        )
+        for row in rows
+    ]
+    times = ("plain step, ms", "EESD round, ms")
+    headings = ("batch", *times, "tokens per round", "measured", "ideal", "measured / ideal", "explained")
+    pieces = [
+        (name, *(f"{row[engine]['pieces'][name]:.3f}" for row in rows for engine in ENGINES))
+        for name in first["plain"]["pieces"]
+    ]
+    columns = [f"{engine}, batch {row['batch']}" for row in rows for engine in ENGINES]
+    return (
+        "## Where a step's time goes\n\n"
+        f"{' and '.join(str(row['prompts']) for row in rows)} held-out prompts, {first['tokens']} new tokens each, "
+        "greedy, both engines in one process (so without the messages between vLLM's processes). Means over the steps "
+        "in which the whole batch decodes; "
+        "a round is one engine step and the drafting behind it. Ideally a round costs a plain step and its draft "
+        "steps' forward passes: measured / ideal is what is left of that. Explained is the share of a step that "
+        f"timers around named methods account for. {origin}\n\n```\npython benchmarks/waterfall.py --tokens "
+        f"{first['tokens']} --rounds {first['rounds']} --json waterfall.json\n```\n\n"
+        + table(headings, summary)
+        + "\nMilliseconds a step:\n\n"
+        + table(("piece", *columns), pieces)
+        + "\n![From a plain step to EESD's round](results-waterfall.png)\n"
+    )
+
+
+def plot_waterfall(rows: list[dict[str, Any]]) -> Figure:
+    """Return the figure: for each batch size, from a plain step to EESD's round, piece by piece."""
+    figure = Figure(figsize=(6.2 * len(rows), 4.4), layout="constrained")
+    for axes, row in zip(figure.subplots(1, len(rows), squeeze=False)[0], rows, strict=True):
+        steps, round_ms = row["waterfall"], row["eesd"]["step_ms"]
+        end = 0.0
+        for place, (_, ms) in enumerate(steps):
+            axes.barh(place, ms, left=end, color="C0" if place < 2 else "C1" if ms >= 0 else "C2")
+            end += ms
+            if abs(ms) > LABELLED_SHARE * round_ms:
+                axes.text(max(end, end - ms) + 0.01 * round_ms, place, f"{ms:.2f}", va="center", fontsize="small")
+        axes.barh(len(steps), round_ms, color="C0")
+        axes.text(1.01 * round_ms, len(steps), f"{round_ms:.2f}", va="center", fontsize="small")
+        axes.axvline(sum(ms for _, ms in steps[:2]), color="black", linewidth=0.8, linestyle=":")
+        axes.set_yticks(range(len(steps) + 1), [*(name for name, _ in steps), "EESD's round"])
+        axes.invert_yaxis()
+        axes.set_xlim(0, 1.12 * round_ms)
+        axes.set_xlabel("ms; dotted: the ideal round")
+        axes.set_title(f"batch {row['batch']}: {row['efficiency']:.0%} of the ideal speedup", fontsize="medium")
+    return figure
+
+
+def plan_section(content: dict[str, Any], table: Table, origin: str) -> str:
+    """Return the section about plan-*.json, of `measure_all.validation`."""
+    rows = [
+        (
+            row["batch"],
+            f"{row['measured']:.2f}x",
+            *(
+                f"{row[name]:.2f}x ({row[name] / row['measured'] - 1:+.0%})"
+                for name in ("at_measured_costs", "at_modelled_costs")
+            ),
+        )
+        for row in content["rows"]
+    ]
+    headings = ("batch", "measured", "predicted from measured costs", "from a roofline of the other sizes' costs")
+    return (
+        "## The plan against the measurement\n\n"
+        f"What `eesd plan`'s replay predicts for the first table's eesd rows (`vllm_eesd/simulate/validate.py`): "
+        f"recorded acceptance ({content['trace']}), closed batches, the prompts' time included. Once from what steps "
+        "cost in that session; once from a roofline fitted to the steps of all other batch sizes, as for a size that "
+        f"was never run. {origin}\n\n" + table(headings, rows)
+    )
+
+
+def methods_note(methods: dict[str, dict[str, Any]]) -> str:
+    """Return what methods.json says of the peers: how they were trained, and why one is left out."""
+    told = []
+    for method, about in methods.items():
+        if "left_out" in about:
+            told.append(f"- `{method}` is left out: {about['left_out']}.")
+        elif "tokens" in about:
+            less = about["tokens"] < about["budget_tokens"]
+            told.append(
+                f"- `{method}` was trained on {about['tokens'] / 1e6:.1f} M tokens in {about['minutes']:.0f} minutes, "
+                f"of the exit head's {about['budget_tokens'] / 1e6:.1f} M (`models/train_peers.py`)"
+                + (": it has had less, so its rows are what it does at least." if less else ".")
+            )
+    return "\n".join(told) + "\n" if told else ""
