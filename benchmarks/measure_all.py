@@ -29,6 +29,7 @@ from vllm_eesd.bench.prompts import read_prompts
 from vllm_eesd.bench.throughput import measured_rows as arriving_rows
 from vllm_eesd.bench.throughput import results_table as arriving_table
 from vllm_eesd.bench.trace_record import time_steps
+from vllm_eesd.config import LONGEST_DRAFT
 from vllm_eesd.exit_head.checkpoint import ExitHeadConfig
 from vllm_eesd.policy import Calibration
 from vllm_eesd.simulate.roofline import Shape
@@ -52,17 +53,19 @@ class Size:
         batches: requests at once.
         rounds: timed, behind one of warming up.
         peer_batches: of those, where trained peers take part too.
+        head_alone: whether EESD also runs without n-gram continuations.
     """
 
     prompts: int
     batches: tuple[int, ...]
     rounds: int
     peer_batches: tuple[int, ...] = ()
+    head_alone: bool = False
 
 
 #: Together less than 20 minutes on two cores, of which starting the engines is about a third.
 WORKLOADS = {
-    HELD_OUT: Size(16, (1, 4, 8, 16), 3, (1, 8)),
+    HELD_OUT: Size(16, (1, 4, 8, 16), 3, (1, 8), head_alone=True),
     "repetitive_code": Size(8, (1, 8), 3),
     "random_tokens": Size(8, (1, 8), 3),
 }
@@ -70,7 +73,7 @@ MAX_TOKENS = 128
 RATES, REQUESTS, ARRIVAL_ROUNDS, SEED = (2.0, 6.0), 12, 3, 0
 COSTED_STEPS, COSTED_ROUNDS = 32, 3
 WATERFALL = ["--tokens", "64", "--rounds", "2"]
-QUICK_SIZE, QUICK_TOKENS = Size(2, (1, 2), 3, (1,)), 16
+QUICK_SIZE, QUICK_TOKENS = Size(2, (1, 2), 3, (1,), head_alone=True), 16
 QUICK_WATERFALL = ["--tokens", "16", "--rounds", "1"]
 
 
@@ -149,7 +152,9 @@ def latency(session: Session, workload: str, size: Size) -> list[dict[str, Any]]
     """Measure and write a workload's rows; methods that take part in none of its sizes are not in them."""
     rows = []
     for batch in size.batches:
-        taking_part = [m for m in session.engines if m not in TRAINED_PEERS or batch in size.peer_batches]
+        left_out = {"eesd-head"} if not size.head_alone else set()
+        left_out |= set() if batch in size.peer_batches else set(TRAINED_PEERS)
+        taking_part = [method for method in session.engines if method not in left_out]
         engines = {method: session.engines[method] for method in taking_part}
         where = (session.settings, session.prompts[workload], shown(prompt_file(workload, size.prompts)))
         sizes = {"max_tokens": session.max_tokens, "rounds": size.rounds}
@@ -175,9 +180,9 @@ def throughput(session: Session, quick: bool) -> list[dict[str, Any]]:
 
 def step_costs(session: Session, size: Size) -> None:
     """Measure and write what steps and prompts cost here: what `eesd plan` is validated with."""
-    eesd, prompts = session.engines["eesd"], session.prompts[HELD_OUT]
+    eesd, prompts = session.engines["eesd-head"], session.prompts[HELD_OUT]
     session.progress("timing steps")
-    time_steps(eesd.generate, prompts, list(size.batches), session.settings.num_speculative_tokens)
+    time_steps(eesd.generate, prompts, list(size.batches), LONGEST_DRAFT)
     plain = {batch: plain_costs(session.engines["plain"], prompts, batch) for batch in size.batches}
     content = {"costs": eesd.costs(), "context": context(prompts, session.max_tokens)}
     content |= {"prompt_ms": {batch: ms for batch, (ms, _) in plain.items()}}
@@ -186,10 +191,13 @@ def step_costs(session: Session, size: Size) -> None:
 
 
 def validation(results: Path) -> None:
-    """Write what `eesd plan` predicts for the eesd rows just measured on held-out code."""
+    """Write what `eesd plan` predicts for what the exit head alone just reached on held-out code.
+
+    A trace holds the head's acceptance, and nothing about copies.
+    """
     settings, costs = EngineSettings(MODEL), read(results / f"costs-{HELD_OUT}.json")
     rows = read(results / f"latency-{HELD_OUT}.json")
-    measured = {row["batch"]: row["speedup_vs_plain"] for row in rows if row["method"] == "eesd"}
+    measured = {row["batch"]: row["speedup_vs_plain"] for row in rows if row["method"] == "eesd-head"}
     if None in measured.values():
         return  # not lossless, so not measured; the table says so
     trace, head = read_trace(TRACE), ExitHeadConfig.load(Path(MODEL) / "eesd")

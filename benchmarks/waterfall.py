@@ -74,10 +74,12 @@ PIECES = {
     ],
     "policy": [
         _DISPATCH + "begin_round",
+        _DISPATCH + "copy",
         _DISPATCH + "draft_more",
         _DISPATCH + "observe",
         "vllm_eesd.host.v1:EarlyExitProposer._learn_costs",
     ],
+    "n-gram continuations": ["vllm_eesd.host.v1:EarlyExitProposer._continue_texts"],
     "bookkeeping and output": [
         _RUNNER + "_bookkeeping_sync",
         _RUNNER + "_update_states_after_model_execute",

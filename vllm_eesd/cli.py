@@ -344,7 +344,10 @@ def _add_drafting(parser) -> None:
     # These defaults are EESDConfig's, as distill's are TrainConfig's: repeated, so that `eesd --help` imports nothing
     # heavy; a test compares them.
     parser.add_argument(
-        "--num-speculative-tokens", type=int, default=8, metavar="K", help="the longest draft (default 8)"
+        "--num-speculative-tokens",
+        type=int,
+        metavar="K",
+        help="the longest draft (default 8; 16 if text may be copied)",
     )
     parser.add_argument("--policy", default="goodput", help="how the draft length is chosen (default goodput)")
 

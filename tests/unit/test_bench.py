@@ -259,7 +259,10 @@ def test_bfloat16_reports_a_difference_without_failing(bench):
 @pytest.mark.parametrize(
     "changed, message",
     [
-        ({"methods": ["plain", "medusa"]}, r"methods='medusa' .* allowed: each once of plain, eesd, ngram, suffix"),
+        (
+            {"methods": ["plain", "medusa"]},
+            r"methods='medusa' .* allowed: each once of plain, eesd, eesd-head, ngram, suffix",
+        ),
         ({"methods": ["plain", "eagle"]}, r"methods='eagle' is not usable here: .*/eagle holds no model"),
         ({"methods": ["plain", "plain"]}, r"methods='plain,plain' "),
         ({"methods": []}, r"methods='' "),

@@ -107,7 +107,7 @@ def test_speculative_config(refused_or_fine, spec):
     with refused_or_fine("speculative config"):
         config = EESDConfig.parse(spec)
         policy = build_policy(config.policy, BetaPosterior(2), config.seed, config.policy_args)
-        assert 1 <= config.num_speculative_tokens <= MAX_SPECULATIVE_TOKENS
+        assert 1 <= (config.num_speculative_tokens or 1) <= MAX_SPECULATIVE_TOKENS
         assert np.isfinite(policy.posterior.parameters(np.arange(2))).all()
 
 

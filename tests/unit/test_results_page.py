@@ -191,14 +191,19 @@ def test_one_session_measures_everything_the_page_shows(page_of, tmp_path, monke
     monkeypatch.setattr(measured, "running_engines", engines)
     monkeypatch.setattr(measured, "BUILD", REPOSITORY / "build" / "bench")
     monkeypatch.setattr(measured, "RESULTS", tmp_path)
-    sizes = {measured.HELD_OUT: measured.Size(2, (1, 2), 3, (1,)), "random_tokens": measured.Size(1, (1,), 3)}
+    sizes = {
+        measured.HELD_OUT: measured.Size(2, (1, 2), 3, (1,), head_alone=True),
+        "random_tokens": measured.Size(1, (1,), 3),
+    }
     assert measured.measure_all(sizes, False, Console(file=io.StringIO())) == 0
-    assert started == [["plain", "eesd", "ngram", "draft_model"]]
+    assert started == [["plain", "eesd", "eesd-head", "ngram", "draft_model"]]
     rows = json.loads((tmp_path / "latency-held_out_code.json").read_text())
     assert [(r["batch"], r["method"]) for r in rows] == [
         *((1, method) for method in started[0]),
-        *((2, method) for method in ("plain", "eesd", "ngram")),
+        *((2, method) for method in ("plain", "eesd", "eesd-head", "ngram")),
     ]
+    other = json.loads((tmp_path / "latency-random_tokens.json").read_text())
+    assert [row["method"] for row in other] == ["plain", "eesd", "ngram"]
     assert (2, 24, {"eesd_max_draft_tokens": 0}) in asked and (1, 1, None) in asked and (2, 33, None) in asked
     for row in rows:
         row["speedup_vs_plain"] = 2.0 * row["batch"]
@@ -209,6 +214,7 @@ def test_one_session_measures_everything_the_page_shows(page_of, tmp_path, monke
     text = (tmp_path / "results.md").read_text()
     assert "- `suffix` is left out: not built." in text and "- `eagle` is left out: not trained." in text
     assert (
-        "--methods plain,eesd,ngram,draft_model --batch 1 " in text and "--methods plain,eesd,ngram --batch 2 " in text
+        "--methods plain,eesd,eesd-head,ngram,draft_model --batch 1 " in text
+        and "--methods plain,eesd,eesd-head,ngram --batch 2 " in text
     )
     assert "## The plan against the measurement" in text and "| 2 | 4.00x | " in text

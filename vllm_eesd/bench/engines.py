@@ -9,7 +9,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,8 +21,10 @@ from vllm_eesd.config import EESDConfig
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-METHODS = ("plain", "eesd", "ngram", "suffix", "draft_model", "eagle")
+METHODS = ("plain", "eesd", "eesd-head", "ngram", "suffix", "draft_model", "eagle")
 DTYPES = ("float32", "bfloat16", "float16")
+#: EESD, and EESD that copies no n-gram continuations: what the exit head does alone.
+OURS = ("eesd", "eesd-head")
 WORKER_EXTENSION = "vllm_eesd.host.worker.WorkerExtension"
 # Short suffixes, as prompt lookup is usually run; of draft lengths from 2 to 16 none is more than 8% ahead of 8 where
 # the embedded model's texts are replayed at its costs at batch 1, 8 and 16.
@@ -50,7 +52,7 @@ class EngineSettings:
         model: the target, a directory or a Hub id.
         head: exit-head directory; None takes the target's own.
         dtype: one of DTYPES; only float32 output is compared exactly.
-        num_speculative_tokens: eesd's longest draft.
+        num_speculative_tokens: eesd's longest draft; None is its own default.
         policy: eesd's draft-length policy.
         seed: vLLM's seed.
         policy_args: eesd's.
@@ -61,7 +63,7 @@ class EngineSettings:
     model: str
     head: str | None = None
     dtype: str = "float32"
-    num_speculative_tokens: int = 8
+    num_speculative_tokens: int | None = None
     policy: str = "goodput"
     seed: int = 0
     policy_args: Mapping[str, Any] = field(default_factory=dict)
@@ -75,15 +77,20 @@ class EngineSettings:
 
     def eesd_config(self) -> dict[str, Any]:
         """Return eesd's `speculative_config`."""
-        config = {"method": "eesd", "num_speculative_tokens": self.num_speculative_tokens, "policy": self.policy}
+        config: dict[str, Any] = {"method": "eesd", "policy": self.policy}
+        if self.num_speculative_tokens is not None:
+            config["num_speculative_tokens"] = self.num_speculative_tokens
         config |= {"policy_args": dict(self.policy_args)} if self.policy_args else {}
         config |= {"exit_layer": self.exit_layer} if self.exit_layer else {}
         return config | ({"model": self.head} if self.head else {})
 
     def method_arguments(self, method: str) -> dict[str, Any]:
         """Return the arguments of `vllm.LLM` in which the method differs from plain."""
-        if method == "eesd":
-            return {"speculative_config": self.eesd_config(), "worker_extension_cls": WORKER_EXTENSION}
+        if method in OURS:
+            settings = self
+            if method == "eesd-head" and self.policy == "goodput":  # no other policy copies anything
+                settings = replace(self, policy_args={**self.policy_args, "ngram": False})
+            return {"speculative_config": settings.eesd_config(), "worker_extension_cls": WORKER_EXTENSION}
         if method in TRAINED_PEERS:
             config = {"method": method, "model": str(self.peer(method)), "num_speculative_tokens": PEER_DRAFT_LENGTH}
             return {"speculative_config": config}
@@ -130,7 +137,7 @@ class VllmEngine:
 
     def __init__(self, method: str, llm: Any) -> None:
         self._llm = llm
-        self._drafts = method == "eesd"
+        self._drafts = method in OURS
 
     def generate(
         self,
@@ -271,7 +278,7 @@ def running_engines(
     log, engines = Path(name), {}
     with ExitStack() as stack:
         # eesd first: if its head or its settings are refused, nobody has waited for the others.
-        for number, method in enumerate(sorted(methods, key=lambda m: m != "eesd"), 1):
+        for number, method in enumerate(sorted(methods, key=lambda m: m not in OURS), 1):
             progress(f"starting vLLM for {method} ({number} of {len(methods)}): loading, compiling")
             try:
                 with _output_to(log):

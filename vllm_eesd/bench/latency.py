@@ -15,7 +15,7 @@ from rich.live import Live
 from rich.spinner import Spinner
 from rich.table import Table
 
-from vllm_eesd.bench.engines import METHODS, EngineSettings, encode_prompts, running_engines
+from vllm_eesd.bench.engines import METHODS, OURS, EngineSettings, encode_prompts, running_engines
 from vllm_eesd.bench.hardware import provenance
 from vllm_eesd.bench.measure import Engine, measure, rows
 from vllm_eesd.bench.prompts import read_prompts
@@ -145,7 +145,7 @@ def report_gate(results: list[dict[str, Any]], console: Console) -> int:
         if row["identical"] is not False:
             continue
         gated = row["dtype"] == "float32"
-        failed |= gated and row["method"] == "eesd"
+        failed |= gated and row["method"] in OURS
         verdict = "no speedup is reported" if gated else "near-ties may flip with the shape of a batch"
         place = f"{row['method']}, batch {row['batch']}: output differs from plain's at {row['first_difference']}"
         console.print(f"{'NOT LOSSLESS' if gated else 'note'}: {place} ({row['dtype']}: {verdict})", style="red")

@@ -51,7 +51,7 @@ def _details(settings: EngineSettings) -> list[tuple[str, str]]:
         ("model", settings.model),
         ("head", settings.head or "the target's own"),
         ("policy", settings.policy),
-        ("longest draft", str(settings.num_speculative_tokens)),
+        ("longest draft", str(settings.num_speculative_tokens or "the default")),
         ("sampling", f"greedy, {settings.dtype}"),
         ("hardware", hardware()),
     ]
