@@ -4,7 +4,8 @@
 
 No engine and no model: confidences and outcomes are drawn at random, so that rows stop at different lengths. `step` is
 all that one decoding step asks for: costs fed, outcomes observed, the round begun and every token decided. With
-`--hopeless` no draft is ever accepted and drafting is dear: what `goodput` costs where it does not draft.
+`--hopeless` no draft is ever accepted and drafting is dear: what `goodput` costs where it does not draft. What looking
+for n-gram continuations and deciding about them takes is timed apart, on random texts, searched to their beginning.
 """
 
 from __future__ import annotations
@@ -18,10 +19,13 @@ from pathlib import Path
 import numpy as np
 
 from vllm_eesd.bench.hardware import provenance
+from vllm_eesd.config import LONGEST_COPY
+from vllm_eesd.continuations import NgramContinuations
 from vllm_eesd.policy import POLICIES, BetaPosterior, build_policy
 
 NUM_SPECULATIVE_TOKENS = 8
-STEPS, WARM_UP_STEPS = 1500, 300
+STEPS, WARM_UP_STEPS, COPY_STEPS = 1500, 300, 200
+TEXT_LENGTHS = (250, 8000)
 #: Draft steps so cheap that `goodput` drafts at every batch size: deciding about many tokens is what costs.
 DRAFT_MS, PLAIN_MS, GROWTH_MS = 0.02, 3.6, 0.001
 
@@ -63,6 +67,25 @@ def measure(name: str, num_rows: int, hopeless: bool) -> dict[str, float]:
     return {hook: 1e6 * statistics.median(values[skip[hook] :]) for hook, values in times.items()}
 
 
+def measure_copies(num_rows: int, text_length: int) -> dict[str, float]:
+    """Return the median microseconds of searching every row's text, and of deciding what to copy."""
+    continuations = NgramContinuations(num_rows, LONGEST_COPY)
+    policy = build_policy("goodput", BetaPosterior(num_rows, 3.0, 1.0), 0, {})
+    slots, limits = np.arange(num_rows), np.full(num_rows, LONGEST_COPY)
+    policy.reset(slots)
+    texts = np.random.default_rng(0).integers(0, 2000, (num_rows, text_length + COPY_STEPS)).astype(np.int32)
+    times: dict[str, list[float]] = {"search": [], "copy": []}
+    for step in range(COPY_STEPS):
+        policy.begin_round(slots, limits)
+        began = time.perf_counter()
+        continuations.update(slots, texts, slots, np.full(num_rows, text_length + step), limits > 0)
+        searched = time.perf_counter()
+        policy.copy(slots, continuations.chances(slots))
+        times["search"].append(searched - began)
+        times["copy"].append(time.perf_counter() - searched)
+    return {hook: round(1e6 * statistics.median(values), 1) for hook, values in times.items()}
+
+
 def feed_costs(costs, num_rows: int, lengths: np.ndarray, draft_ms: float) -> None:
     """Report one step's times as an engine would."""
     num_tokens = num_rows + int(lengths.sum())
@@ -86,6 +109,14 @@ def main() -> None:
             medians = {hook: round(us, 1) for hook, us in measure(name, num_rows, args.hopeless).items()}
             rows.append({"policy": name, "num_rows": num_rows, "hopeless": args.hopeless} | medians | provenance())
             print(f"{name:14}{num_rows:4} rows, us: " + ", ".join(f"{hook} {us}" for hook, us in medians.items()))
+    for num_rows in map(int, args.rows.split(",")):
+        for text_length in TEXT_LENGTHS:
+            medians = measure_copies(num_rows, text_length)
+            rows.append(
+                {"policy": "goodput", "num_rows": num_rows, "text_length": text_length} | medians | provenance()
+            )
+            shown = ", ".join(f"{hook} {us}" for hook, us in medians.items())
+            print(f"{num_rows:4} texts of {text_length} tokens, us: {shown}")
     if args.json:
         Path(args.json).write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
 
