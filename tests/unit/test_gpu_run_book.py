@@ -18,9 +18,10 @@ parse = argparse.ArgumentParser.parse_args
 def parse_and_stop(parser, *args):
     options = parse(parser, *args)
     if getattr(options, "implementation", "").startswith("vllm_eesd.bench.latency"):
+        from vllm_eesd.bench.engines import EngineSettings
         from vllm_eesd.bench.latency import check_methods, check_sizes
         from vllm_eesd.bench.prompts import read_prompts
-        check_methods(options.methods)
+        check_methods(options.methods, EngineSettings(options.model))
         check_sizes(len(read_prompts(options.prompts)), options.batch)
     raise SystemExit(0)
 
