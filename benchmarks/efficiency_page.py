@@ -90,7 +90,7 @@ def plan_section(content: dict[str, Any], table: Table, origin: str) -> str:
     headings = ("batch", "measured", "predicted from measured costs", "from a roofline of the other sizes' costs")
     return (
         "## The plan against the measurement\n\n"
-        f"What `eesd plan`'s replay predicts for the first table's eesd rows (`vllm_eesd/simulate/validate.py`): "
+        f"What `eesd plan`'s replay predicts for the first table's eesd-head rows (`vllm_eesd/simulate/validate.py`): "
         f"recorded acceptance ({content['trace']}), closed batches, the prompts' time included. Once from what steps "
         "cost in that session; once from a roofline fitted to the steps of all other batch sizes, as for a size that "
         f"was never run. {origin}\n\n" + table(headings, rows)
