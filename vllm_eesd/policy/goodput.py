@@ -109,7 +109,7 @@ class Goodput(DraftLengthPolicy):
         self._num_reqs = num_rows = len(slots)
         longest = int(limits.max(initial=0))
         self._rounds += 1
-        self._num_drafts = self._num_copied = 0
+        self._num_drafts = 0
         self.copied[slots] = 0
         self._limits[slots], self._survival[slots] = limits, 1.0
         self._longest = longest
@@ -146,7 +146,7 @@ class Goodput(DraftLengthPolicy):
         copied = self._copy(slots, chances)
         self.copied[slots] = copied
         self.confidences[slots[copied > 0]] = np.nan
-        self._num_drafts = self._num_copied = int(copied.sum())
+        self._num_drafts = int(copied.sum())
         return copied
 
     def _copy(self, slots: np.ndarray, chances: np.ndarray) -> np.ndarray:
@@ -224,7 +224,7 @@ class Goodput(DraftLengthPolicy):
             self._draft,
             self._rate * (1 - OPTION_VALUE / max(len(slots), 1)),
             # Where all that is verified so far was copied, the first draft step also costs what any drafted round does.
-            self.costs.round_ms(self._num_reqs) if num_drafted == 0 < self._num_copied else 0.0,
+            self.costs.round_ms(self._num_reqs) if num_drafted == 0 < self._num_drafts else 0.0,
         )
 
     def observe(
