@@ -16,7 +16,7 @@ import numpy as np
 MAX_MATCH, MAX_SEARCHED = 16, 32768
 #: Pseudo-counts of a matched length's rate before anything is seen: m matched tokens are taken for m successes and two
 #: failures. Older outcomes fade: a workload that repeats less must be noticed before copies for it cost much.
-SMOOTHING, MEMORY = 8.0, 200.0
+SMOOTHING, MEMORY = 8.0, 50.0
 #: A request's own outcomes by matched length, in classes 1, 2-3, 4-7, 8 and more: the weight of the common rate, in
 #: outcomes, and what one outcome is worth after the next.
 NUM_CLASSES, COMMON_WEIGHT, OWN_KEPT = 4, 16.0, 0.95
