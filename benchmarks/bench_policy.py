@@ -80,7 +80,7 @@ def measure_copies(num_rows: int, text_length: int) -> dict[str, float]:
         began = time.perf_counter()
         continuations.update(slots, texts, slots, np.full(num_rows, text_length + step), limits > 0)
         searched = time.perf_counter()
-        policy.copy(slots, continuations.chances(slots))
+        policy.copy(slots, continuations.chances(slots), limits)
         times["search"].append(searched - began)
         times["copy"].append(time.perf_counter() - searched)
     return {hook: round(1e6 * statistics.median(values), 1) for hook, values in times.items()}

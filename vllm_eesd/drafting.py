@@ -33,6 +33,7 @@ def draft_round(
     bonus_token_ids: np.ndarray,
     limits: np.ndarray,
     continuations: NgramContinuations | None = None,
+    copy_limits: np.ndarray | None = None,
 ) -> list[list[int]]:
     """Return the draft of every row, as long as the policy wants it and `limits` allows.
 
@@ -43,18 +44,22 @@ def draft_round(
         bonus_token_ids: [num_rows] int64, the token the target just emitted.
         limits: [num_rows] int64, the longest draft each row may have; 0 drafts nothing.
         continuations: what the rows' texts suggest: the policy may submit it instead of drafting.
+        copy_limits: [num_rows] int64, the longest continuation each row may submit, at least `limits`: a row that the
+            exit head cannot draft for may still copy. `limits` when None.
     Returns:
         num_rows lists of token ids, of ragged lengths.
     Source: arXiv 2406.03853, algorithm 1; the continuations are this project's.
     """
     drafts: list[list[int]] = [[] for _ in slots]
     token_ids, confidence, num_drafted = bonus_token_ids, None, 0
-    if not limits.any():
+    if copy_limits is None:
+        copy_limits = limits
+    if not copy_limits.any():
         return drafts
     policy.begin_round(slots, limits)
     rows = np.arange(len(slots))
     if continuations is not None:
-        copied = np.minimum(policy.copy(slots, continuations.chances(slots)), limits)
+        copied = np.minimum(policy.copy(slots, continuations.chances(slots), copy_limits), copy_limits)
         if copied.any():
             for row in np.flatnonzero(copied).tolist():
                 drafts[row] = continuations.tokens[slots[row], : copied[row]].tolist()

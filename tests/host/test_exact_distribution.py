@@ -247,8 +247,8 @@ def test_faults_while_drafts_are_drawn_bias_nothing(llm, distributions, monkeypa
 def copy_whatever_there_is(monkeypatch):
     """`goodput` copies every continuation to its end, however unlikely."""
 
-    def copy(self, slots, chances):
-        self.copied[slots] = np.where(chances[:, 1] > 0, self._limits[slots], 0)
+    def copy(self, slots, chances, limits):
+        self.copied[slots] = np.where(chances[:, 1] > 0, limits, 0)
         return self.copied[slots]
 
     monkeypatch.setattr(Goodput, "copy", copy)

@@ -64,7 +64,7 @@ def adapter(tmp_path_factory):
     return str(directory)
 
 
-@pytest.mark.feature("LoRA on the target", "the same answers; such requests draft nothing")
+@pytest.mark.feature("LoRA on the target", "the same answers; no exit head drafts for such requests")
 def test_lora_requests_are_served_right_and_draft_nothing(
     engine, random_target, cloned_head, adapter, prompts, drafter_of
 ):
@@ -100,6 +100,44 @@ def test_lora_requests_are_served_right_and_draft_nothing(
                 assert stats["accepted"] == stats["drafted"] > 0
     assert answers[0] == answers[1]
     assert answers[0][0] != answers[0][2]  # the adapter does something
+
+
+@pytest.mark.feature("LoRA on the target, n-gram continuations", "the same answers")
+def test_lora_requests_copy_what_their_text_suggests(engine, random_target, cloned_head, adapter, monkeypatch):
+    from vllm import SamplingParams
+    from vllm.lora.request import LoRARequest
+
+    from vllm_eesd.policy.goodput import Goodput
+
+    def copy(self, slots, chances, limits):
+        self.copied[slots] = np.where(chances[:, 1] > 0, limits, 0)
+        return self.copied[slots]
+
+    monkeypatch.setattr(Goodput, "copy", copy)
+    lora = LoRARequest("adapter", 1, adapter)
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, detokenize=False)
+    # The second prompt holds what follows the first one: what is copied of it comes true.
+    first = np.random.default_rng(5).integers(0, 512, 12).tolist()
+    spec = SPEC | {"policy": "goodput", "model": cloned_head(random_target, 7, 7)}
+    answers = []
+    for options in ({}, {"spec": spec}):
+        with engine(random_target, enable_lora=True, max_lora_rank=8, **options) as llm:
+
+            def generate(prompt, lora_request):
+                prompts = {"prompt_token_ids": prompt}
+                (output,) = llm.generate(prompts, params, lora_request=lora_request, use_tqdm=False)
+                return list(output.outputs[0].token_ids)
+
+            followed = generate(first, lora)
+            answers.append([followed, generate(first + followed + first, lora), generate(first + followed[:3], None)])
+            if options:
+                (stats,) = llm.collective_rpc("eesd_stats")
+                assert stats["copied"] > 0
+                llm.collective_rpc("eesd_reset_stats")
+                generate(first + followed + first, lora)
+                (stats,) = llm.collective_rpc("eesd_stats")
+                assert stats["drafted"] == stats["copied"] > 0
+    assert answers[0] == answers[1]
 
 
 @pytest.mark.feature("fp8 KV cache", "the same answers")

@@ -66,13 +66,30 @@ def test_rows_that_copy_their_continuation_do_not_draft():
     continuations.update(every, texts, every, np.array([4, 4, 5]), np.ones(3, dtype=bool))
 
     class Copying(Scripted):
-        def copy(self, slots, chances):
+        def copy(self, slots, chances, limits):
             return np.where(chances[:, 1] > 0, 4, 0)
 
     model, policy = Counting(), Copying([2, 2, 2])
     drafts = draft_round(model, policy, every, np.array([0, 100, 200]), np.array([8, 8, 3]), continuations)
     assert drafts == [[6, 7, 5, 6], [101, 102], [9, 8, 9]]
     assert model.calls == [([1], 0), ([1], 1)]
+
+
+def test_a_row_that_may_not_draft_may_copy():
+    texts = np.array([[1, 2, 1, 0], [1, 2, 1, 0]], dtype=np.int32)
+    continuations, both = NgramContinuations(2, 4), np.arange(2)
+    continuations.update(both, texts, both, np.array([3, 3]), np.ones(2, dtype=bool))
+
+    class Copying(Scripted):
+        def copy(self, slots, chances, limits):
+            assert limits.tolist() == [3, 2]
+            return np.array([4, 0])
+
+    model, policy = Counting(), Copying([4, 4])
+    drafts = draft_round(model, policy, both, np.array([0, 100]), np.zeros(2, int), continuations, np.array([3, 2]))
+    assert drafts == [[2, 1, 2], []] and not model.calls
+    with_head = draft_round(model, policy, both, np.array([0, 100]), np.array([0, 1]), continuations, np.array([3, 2]))
+    assert with_head == [[2, 1, 2], [101]]
 
 
 def test_the_policy_is_told_of_every_drafted_token():

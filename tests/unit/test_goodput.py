@@ -229,7 +229,7 @@ def copied(policy, rates, limits=(8, 8)):
     """What is copied of continuations whose tokens are accepted with these rates, in one round."""
     slots = np.arange(len(rates))
     policy.begin_round(slots, np.array(limits))
-    return policy.copy(slots, np.array(rates)[:, None] ** np.arange(9)).tolist()
+    return policy.copy(slots, np.array(rates)[:, None] ** np.arange(9), np.array(limits)).tolist()
 
 
 def test_it_copies_what_is_worth_more_than_drafting():

@@ -57,3 +57,10 @@ def test_every_package_is_packed():
     """A folder with modules but no __init__.py works in an editable install and is missing from the wheel."""
     folders = {path.parent for path in (REPOSITORY / "vllm_eesd").rglob("*.py")}
     assert [str(folder) for folder in folders if not (folder / "__init__.py").is_file()] == []
+
+
+def test_no_page_holds_what_a_merge_left_behind():
+    pages = [*REPOSITORY.glob("*.md"), *(REPOSITORY / "docs").rglob("*.md")]
+    assert len(pages) > 5
+    marked = [p.name for p in pages if any(line[:8] in ("<<<<<<< ", ">>>>>>> ") for line in p.read_text().splitlines())]
+    assert not marked

@@ -151,7 +151,7 @@ def test_nothing_is_compiled_while_requests_wait():
     """Compiled functions are compiled when a policy is built, for the arguments that rounds bring."""
     build = lambda name: build_policy(name, BetaPosterior(NUM_SLOTS), 0, {})  # noqa: E731
     policy = Dispatch("goodput", build)
-    compiled = (plan.begin, plan.survive, plan.worthwhile, posterior._count)
+    compiled = (plan.begin, plan.survive, plan.worthwhile, plan.worth_copying, plan.round_cost, posterior._count)
     before = [len(function.signatures) for function in compiled]
     play(policy, [[(LONGEST, 0, LONGEST, True)] * NUM_SLOTS] * 5, seed=0)
     assert all(before) and [len(function.signatures) for function in compiled] == before

@@ -163,28 +163,30 @@ class EarlyExitProposer:
         num_tokens = batch.num_tokens_no_spec[: len(slots)].astype(np.int64)
         decoded = self._observe(batch, scheduler_output, slots, num_tokens, sampled_token_ids)
         limits = self._requests.draft_limits(slots, num_tokens, sampled_token_ids)
-        if runner.lora_config:  # the draft step knows no adapters
+        copy_limits = limits.copy()
+        if runner.lora_config:  # the draft step knows no adapters; their text continues as any other
             limits[batch.request_lora_mapping[: len(slots)] != 0] = 0
         if self._rows is None:
             self._rows = DraftRows(runner, self._step, self._layer_names, self._sampling)
         if self._sampling is not None:
             self._sampling.begin_round(runner, scheduler_output.finished_req_ids)
-        continuations = self._continue_texts(batch, slots, num_tokens, limits)
+        continuations = self._continue_texts(batch, slots, num_tokens, copy_limits)
         began = time.perf_counter()
         self._learn_costs(began, decoded, sampled_token_ids, scheduler_output.total_num_scheduled_tokens)
         self._report(began)
-        if not limits.any():
+        if not (limits if continuations is None else copy_limits).any():
             self._round_ended, self._draft_times = time.perf_counter(), ([], None)
             return self._kept(batch, sampled_token_ids, [[] for _ in sampled_token_ids], slots)
         # Whatever the scheduler reserved: a draft may never write into a block that is not its request's.
-        limits = np.maximum(np.minimum(limits, self._rows.allocated_tokens(len(slots)) - num_tokens + 1), 0)
+        room = np.maximum(self._rows.allocated_tokens(len(slots)) - num_tokens + 1, 0)
+        limits, copy_limits = np.minimum(limits, room), np.minimum(copy_limits, room)
         bonus_token_ids = np.array([ids[-1] if ids else 0 for ids in sampled_token_ids], dtype=np.int64)
 
         def produced_bonus() -> torch.Tensor:
             return sample_hidden_states[self._produced_bonus(batch.req_ids, scheduler_output, sampled_token_ids)]
 
         with self._rows.round(num_tokens - 1, produced_bonus):
-            drafts = draft_round(self._rows, self.policy, slots, bonus_token_ids, limits, continuations)
+            drafts = draft_round(self._rows, self.policy, slots, bonus_token_ids, limits, continuations, copy_limits)
         if self._sampling is not None:
             for row in np.flatnonzero(self.policy.copied_of(slots)).tolist():
                 self._sampling.keep_certain(row, drafts[row], runner.model_config.get_vocab_size())
@@ -198,7 +200,7 @@ class EarlyExitProposer:
     def _continue_texts(
         self, batch: Any, slots: np.ndarray, num_tokens: np.ndarray, limits: np.ndarray
     ) -> NgramContinuations | None:
-        """Return what the texts of the rows that may draft suggest; None if no policy wants it.
+        """Return what the texts of the rows that may copy suggest; None if no policy wants it.
 
         Not while drafts are recorded: a dense trace is about the exit head.
         """

@@ -65,12 +65,12 @@ class Dispatch(DraftLengthPolicy):
         for policy, rows in self._split(slots):
             policy.begin_round(slots[rows], limits[rows])
 
-    def copy(self, slots: np.ndarray, chances: np.ndarray) -> np.ndarray:
+    def copy(self, slots: np.ndarray, chances: np.ndarray, limits: np.ndarray) -> np.ndarray:
         if self._only is not None:
-            return self._only.copy(slots, chances)
+            return self._only.copy(slots, chances, limits)
         copied = np.zeros(len(slots), dtype=np.int64)
         for policy, rows in self._split(slots):
-            copied[rows] = policy.copy(slots[rows], chances[rows])
+            copied[rows] = policy.copy(slots[rows], chances[rows], limits[rows])
         return copied
 
     def draft_more(self, slots: np.ndarray, num_drafted: int, confidence: np.ndarray | None) -> np.ndarray:
@@ -102,6 +102,9 @@ class Dispatch(DraftLengthPolicy):
         return confidences
 
     def copied_of(self, slots: np.ndarray) -> np.ndarray:
+        only = self._policy_of_all(slots)
+        if only is not None:
+            return only.copied[slots]
         copied = np.zeros(len(slots), dtype=np.int64)
         for policy, rows in self._split(slots):
             copied[rows] = policy.copied[slots[rows]]

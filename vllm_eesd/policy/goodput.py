@@ -96,10 +96,11 @@ class Goodput(DraftLengthPolicy):
         nobody = np.zeros(0, dtype=np.int64)
         self.begin_round(nobody, nobody)
         self._rounds = 0
-        self._copy(nobody, np.zeros((0, 2)))
+        self._copy(nobody, np.zeros((0, 2)), nobody)
         self._draw(nobody)
         self._survive(nobody, 1, nobody.astype(np.float32))
         self._worthwhile(nobody, 0)
+        self._round_cost(1, np.ones(1, dtype=np.int64), np.zeros(1, dtype=bool))
 
     def reset(self, slots: np.ndarray, keys: Sequence[str] | None = None) -> None:
         super().reset(slots, keys)
@@ -122,10 +123,11 @@ class Goodput(DraftLengthPolicy):
     def _draw(self, slots: np.ndarray) -> None:
         """Draw each row's theta, and with it the chances of its drafts."""
         average = self.calibration.mean_rate
+        parameters = self.posterior.parameters(slots)
         plan.begin(
-            self._generator,
             slots,
-            self.posterior.parameters(slots),
+            parameters,
+            self._generator.beta(*parameters),
             TEMPER,
             LEAST_THETA,
             average / (1 - average),
@@ -140,22 +142,22 @@ class Goodput(DraftLengthPolicy):
         most = num_reqs * (MAX_SPECULATIVE_TOKENS + 2)
         return self.costs.verify_curve(num_reqs, most), self.costs.draft_curve(num_reqs)
 
-    def copy(self, slots: np.ndarray, chances: np.ndarray) -> np.ndarray:
-        if not (self.copies_text and self._longest and self.guard.may_draft()) or self._wants_plain:
+    def copy(self, slots: np.ndarray, chances: np.ndarray, limits: np.ndarray) -> np.ndarray:
+        if not (self.copies_text and self.guard.may_draft()) or self._wants_plain:
             return np.zeros(len(slots), dtype=np.int64)
-        copied = self._copy(slots, chances)
+        copied = self._copy(slots, chances, limits)
         self.copied[slots] = copied
         self.confidences[slots[copied > 0]] = np.nan
         self._num_drafts = int(copied.sum())
         return copied
 
-    def _copy(self, slots: np.ndarray, chances: np.ndarray) -> np.ndarray:
+    def _copy(self, slots: np.ndarray, chances: np.ndarray, limits: np.ndarray) -> np.ndarray:
         return plan.worth_copying(
             slots,
-            self._longest,
+            chances,
+            limits,
             self._limits,
             self._chain,
-            chances,
             self._verify,
             self._draft,
             self.costs.round_ms(len(slots)),
@@ -236,23 +238,11 @@ class Goodput(DraftLengthPolicy):
         cost, gain_of_drafts = 1.0, 0.0
         if num_verified.any():
             copied = self.copied[slots] > 0
-            cost, cost_of_drafts = self._round_cost(num_reqs, num_verified, copied)
+            cost, cost_of_drafts = self._round_cost(num_reqs, np.asarray(num_verified, dtype=np.int64), copied)
             gain_of_drafts = int(num_accepted[~copied].sum()) - num_reqs * cost_of_drafts
         self.guard.settle(num_reqs, cost, num_tokens, gain_of_drafts)
         self.speedup += (num_tokens / (num_reqs * cost) - self.speedup) / SPEEDUP_ROUNDS
 
     def _round_cost(self, num_reqs: int, num_verified: np.ndarray, copied: np.ndarray) -> tuple[float, float]:
-        """Return a round's time, and that of drafting and of verifying what was drafted, in plain steps.
-
-        Args:
-            num_verified: [num_reqs], not all 0.
-            copied: [num_reqs] bool, whose were copied.
-        """
-        verify, draft = self._curves(num_reqs)
-        copied_ms = float(verify[num_verified[copied].sum()])
-        drafted = num_verified[~copied]
-        if not drafted.any():
-            return (copied_ms - self.costs.round_ms(num_reqs)) / float(verify[0]), 0.0
-        rows = (drafted[:, None] > np.arange(drafted.max())).sum(axis=0)
-        ms = float(verify[num_verified.sum()] + draft[rows].sum())
-        return ms / float(verify[0]), (ms - copied_ms) / float(verify[0])
+        """See `plan.round_cost`."""
+        return plan.round_cost(num_verified, copied, *self._curves(num_reqs), self.costs.round_ms(num_reqs))

@@ -11,9 +11,9 @@ import numpy as np
 
 @numba.njit(cache=True)
 def begin(
-    generator: np.random.Generator,
     slots: np.ndarray,
     parameters: np.ndarray,
+    draws: np.ndarray,
     temper: float,
     least_theta: float,
     average_odds: float,
@@ -22,10 +22,11 @@ def begin(
     chain: np.ndarray,
     own_odds: np.ndarray,
 ) -> None:
-    """Draw each row's theta, and write what follows from it for the round.
+    """Write what each row's draw of its posterior says of the round.
 
     Args:
         parameters: [2, num_rows] float64, alpha and beta.
+        draws: [num_rows] float64, of Beta(alpha, beta).
         temper: share of a draw's distance from the mean that is kept.
         average_odds: of acceptance of the average token.
         request_weight: share of a row's own log-odds that counts.
@@ -36,7 +37,7 @@ def begin(
     for row, slot in enumerate(slots):
         alpha, beta = parameters[0, row], parameters[1, row]
         mean = alpha / (alpha + beta)
-        theta = max(mean + temper * (generator.beta(alpha, beta) - mean), least_theta)
+        theta = max(mean + temper * (draws[row] - mean), least_theta)
         own_odds[slot] = (alpha / beta / average_odds) ** request_weight
         log_theta = np.log(theta)
         for j, exponent in enumerate(exponents):
@@ -145,10 +146,10 @@ def _worth_the_next_step(
 @numba.njit(cache=True)
 def worth_copying(
     slots: np.ndarray,
-    longest: int,
+    chances: np.ndarray,
+    copy_limits: np.ndarray,
     limits: np.ndarray,
     chain: np.ndarray,
-    chances: np.ndarray,
     verify: np.ndarray,
     draft: np.ndarray,
     round_ms: float,
@@ -160,29 +161,34 @@ def worth_copying(
     tokens are copied in all is then decided with the batch's own times.
 
     Args:
-        longest, limits, chain: see `worthwhile`.
         chances: [num_rows, any + 1], that all of the continuation's first j tokens are accepted.
+        copy_limits: [num_rows], tokens of it that each row may submit.
+        limits, chain: see `worthwhile`.
         verify: ms by number of tokens verified; from 1 on with `round_ms`, which copying does not cost.
         draft: ms of a draft step by number of rows.
         rate: tokens per ms that it must beat.
     Returns:
         [num_rows] int64.
     """
-    num_rows, depth = len(slots), min(longest, chances.shape[1] - 1)
+    num_rows, depth = len(slots), chances.shape[1] - 1
     copied = np.zeros(num_rows, dtype=np.int64)
-    if num_rows == 0 or depth == 0:
+    if num_rows == 0:
+        return copied
+    depth = min(depth, copy_limits.max())
+    if depth == 0:
         return copied
     each = rate * (verify[(depth + 1) * num_rows] - verify[num_rows]) / (depth * num_rows)
     step, start = rate * draft[num_rows] / num_rows, rate * round_ms / num_rows
     gain = np.zeros((num_rows, depth))
     for row, slot in enumerate(slots):
         copying = drafting = most = 0.0
-        for j in range(1, min(depth, limits[slot]) + 1):
+        for j in range(1, min(depth, copy_limits[row]) + 1):
             copying += max(chances[row, j] - each, 0.0)
-            drafting += chain[slot, j] - each - step
-            most = max(most, drafting)
+            if j <= limits[slot]:
+                drafting += chain[slot, j] - each - step
+                most = max(most, drafting)
         if copying > most - start:
-            for j in range(min(depth, limits[slot])):
+            for j in range(min(depth, copy_limits[row])):
                 gain[row, j] = chances[row, j + 1]
     order = np.argsort(-gain.ravel(), kind="mergesort")  # stable: a row's tokens stay in their order
     best, most, tokens = 0, 0.0, 0.0
@@ -195,3 +201,33 @@ def worth_copying(
         if gain.ravel()[order[many]] > 0.0:
             copied[order[many] // depth] += 1
     return copied
+
+
+@numba.njit(cache=True)
+def round_cost(
+    num_verified: np.ndarray, copied: np.ndarray, verify: np.ndarray, draft: np.ndarray, round_ms: float
+) -> tuple[float, float]:
+    """Return a round's time, and that of drafting and of verifying what was drafted, in plain steps.
+
+    Args:
+        num_verified: [num_reqs] int64, not all 0.
+        copied: [num_reqs] bool, whose were copied.
+        verify, draft, round_ms: see `worth_copying`.
+    """
+    of_copies = of_drafts = longest = 0
+    for row in range(len(num_verified)):
+        if copied[row]:
+            of_copies += num_verified[row]
+        else:
+            of_drafts += num_verified[row]
+            longest = max(longest, num_verified[row])
+    if of_drafts == 0:
+        return (verify[of_copies] - round_ms) / verify[0], 0.0
+    ms = verify[of_copies + of_drafts]
+    for step in range(longest):
+        rows = 0
+        for row in range(len(num_verified)):
+            if num_verified[row] > step and not copied[row]:
+                rows += 1
+        ms += draft[rows]
+    return ms / verify[0], (ms - verify[of_copies]) / verify[0]

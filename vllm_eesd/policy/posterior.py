@@ -84,7 +84,8 @@ class BetaPosterior:
 
     def _refresh_priors(self) -> None:
         # The given prior counts for as much as a request's own does: outcomes of others soon outweigh it.
-        learned = self._shared + np.array(self.prior)[:, None] * (self._weight / sum(self.prior))
+        self._given = np.array(self.prior) * (self._weight / sum(self.prior))
+        learned = self._shared + self._given[:, None]
         #: Alpha and beta a request of each key starts from, [2, MAX_PRIOR_KEYS].
         self._priors = learned * (self._weight / learned.sum(axis=0))
 
@@ -102,7 +103,7 @@ class BetaPosterior:
         if shares is None:
             shares = np.ones(len(slots), dtype=bool)
         memory_kept = 1 - 1 / self._memory if self._memory else 0.0
-        judged = _count(
+        _count(
             slots,
             np.asarray(num_verified, dtype=np.int64),
             np.asarray(num_accepted, dtype=np.int64),
@@ -113,9 +114,9 @@ class BetaPosterior:
             self._counts,
             self._key,
             self._shared,
+            self._given,
+            self._priors,
         )
-        if judged and self._memory:
-            self._refresh_priors()
 
     def draw(self, slots: np.ndarray, generator: np.random.Generator) -> np.ndarray:
         """Return one Thompson draw per slot, [num_rows] float64 in [0, 1]."""
@@ -154,20 +155,24 @@ def _count(
     counts: np.ndarray,
     keys: np.ndarray,
     shared: np.ndarray,
-) -> bool:
-    """Update `counts` [2, max_num_reqs] and, unless `memory_kept` is 0, `shared` [2, MAX_PRIOR_KEYS].
+    given: np.ndarray,
+    priors: np.ndarray,
+) -> None:
+    """Update `counts` [2, max_num_reqs] and, unless `memory_kept` is 0, `shared` and `priors` [2, MAX_PRIOR_KEYS].
 
-    `memory_kept` is what older outcomes of a key are worth after one more. Return whether any draft was judged.
+    `memory_kept` is what older outcomes of a key are worth after one more; `given` [2] the prior before any.
     """
-    judged = False
+    weight = given[0] + given[1]
     for row, slot in enumerate(slots):
         kept = discount if num_verified[row] > 0 else idle_discount
         failed = 1 if num_accepted[row] < num_verified[row] else 0
         counts[0, slot] = counts[0, slot] * kept + num_accepted[row]
         counts[1, slot] = counts[1, slot] * kept + failed
-        judged = judged or num_verified[row] > 0
-        if memory_kept and shares[row]:
+        if memory_kept and shares[row] and num_verified[row] > 0:
+            key = keys[slot]
             faded = memory_kept ** (num_accepted[row] + failed)
-            shared[0, keys[slot]] = shared[0, keys[slot]] * faded + num_accepted[row]
-            shared[1, keys[slot]] = shared[1, keys[slot]] * faded + failed
-    return judged
+            shared[0, key] = shared[0, key] * faded + num_accepted[row]
+            shared[1, key] = shared[1, key] * faded + failed
+            learned = shared[0, key] + given[0], shared[1, key] + given[1]
+            priors[0, key] = learned[0] * weight / (learned[0] + learned[1])
+            priors[1, key] = learned[1] * weight / (learned[0] + learned[1])

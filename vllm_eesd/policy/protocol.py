@@ -82,7 +82,7 @@ class DraftLengthPolicy:
             limits: [num_rows] int64, the longest draft each may have; 0 drafts nothing.
         """
 
-    def copy(self, slots: np.ndarray, chances: np.ndarray) -> np.ndarray:
+    def copy(self, slots: np.ndarray, chances: np.ndarray, limits: np.ndarray) -> np.ndarray:
         """Return how many tokens of its n-gram continuation each request submits, within its limit; 0 lets it draft.
 
         Called once, between `begin_round` and `draft_more`. A continuation is a function of the text emitted so far,
@@ -92,6 +92,7 @@ class DraftLengthPolicy:
             slots: [num_rows] int64, the round's.
             chances: [num_rows, longest + 1] float64, that all of the continuation's first j tokens are accepted; see
                 `vllm_eesd.continuations`.
+            limits: [num_rows] int64, tokens each may submit: at least what it may draft.
         Returns:
             [num_rows] int64.
         """
