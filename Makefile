@@ -14,6 +14,8 @@ PYTHON ?= python3
 # cpu, gpu, or auto: gpu where an NVIDIA driver answers.
 DEVICE ?= auto
 ARGS ?=
+# Processes that share the tests; engines on a GPU would fight over its memory.
+WORKERS ?= $(if $(shell command -v nvidia-smi),0,2)
 # Inputs per fuzz target.
 EXAMPLES ?= 2000
 MINUTES ?= 20
@@ -33,7 +35,7 @@ demo: $(STAMP)
 	$(VENV)/bin/eesd demo $(ARGS)
 
 test: $(STAMP)
-	$(VENV)/bin/python -m pytest $(ARGS)
+	$(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 fuzz: $(STAMP)
 	$(VENV)/bin/python -m pytest tests/unit/test_hostile_input.py tests/host/test_hostile_config.py tests/host/test_faults.py \

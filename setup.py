@@ -56,6 +56,7 @@ setup(
             "hypothesis>=6.100",
             "matplotlib>=3.8",
             "pytest>=8",
+            "pytest-xdist>=3.7",
             "triton>=3.6; sys_platform == 'linux'",
         ],
     },

@@ -28,6 +28,7 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
+    keep_to_own_cores()
     config.addinivalue_line("markers", "feature(name, outcome): a row of docs/compatibility.md that this test decides")
     config.addinivalue_line("markers", "fault(kind, number): so many faults are planted; if it passes, survived")
     examples = config.getoption("--fuzz-examples")
@@ -39,9 +40,23 @@ def pytest_configure(config):
         database=None,
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
     )
+    if config.getoption("--report") and "PYTEST_XDIST_WORKER" not in os.environ:
+        config.pluginmanager.register(Report(Path(config.getoption("--report"))))
+
+
+def keep_to_own_cores():
+    """Give each of several workers its share of the cores: two engines spinning on one core wait for each other."""
+    worker, workers = os.environ.get("PYTEST_XDIST_WORKER"), int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))
+    if worker is None or not hasattr(os, "sched_setaffinity"):
+        return
+    share = sorted(os.sched_getaffinity(0))[int(worker.removeprefix("gw")) :: workers]
+    if share:
+        os.sched_setaffinity(0, share)
 
 
 def pytest_collection_modifyitems(items):
+    # The longest file first, so that no worker is left with it at the end.
+    items.sort(key=lambda item: "v2" not in item.path.relative_to(REPOSITORY).parts)
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return
@@ -53,9 +68,8 @@ def pytest_collection_modifyitems(items):
             item.add_marker(skip)
 
 
-#: What `--report` writes: how many inputs were tried and faults planted; test by test, the features they decide.
+#: What the test that runs now counted.
 COUNTS: collections.Counter[str] = collections.Counter()
-FEATURES: list[dict] = []
 
 
 @pytest.fixture(scope="session")
@@ -66,37 +80,50 @@ def counts() -> collections.Counter[str]:
 
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_makereport(item, call):
+    """Attach what a test counted and the features it decides: reports travel from workers to who writes the file."""
     report = (yield).get_result()
     for kind, number in (marker.args for marker in item.iter_markers("fault") if report.when == "call"):
         COUNTS[f"faults planted: {kind}"] += number
         COUNTS[f"faults survived: {kind}"] += number * report.passed
-    markers = list(item.iter_markers("feature"))
-    if markers and (report.when == "call" or report.outcome != "passed" and report.when == "setup"):
-        for name, outcome in (marker.args for marker in markers):
-            FEATURES.append({"feature": name, "outcome": outcome, "test": item.nodeid, "result": report.outcome})
-        write_report(item.config)  # now: whoever ends a long run early keeps what it has seen
+    report.eesd_counts = dict(COUNTS)
+    COUNTS.clear()
+    report.eesd_features = []
+    if report.when == "call" or report.outcome != "passed" and report.when == "setup":
+        for name, outcome in (marker.args for marker in item.iter_markers("feature")):
+            decided = {"feature": name, "outcome": outcome, "test": item.nodeid, "result": report.outcome}
+            report.eesd_features.append(decided)
 
 
-def pytest_sessionfinish(session):
-    write_report(session.config)
+class Report:
+    """Brings the file named by `--report` up to date; what a run did not touch stays: it may be run in pieces."""
 
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._counts: collections.Counter[str] = collections.Counter()
+        self._features: list[dict] = []
 
-def write_report(config):
-    """Bring the file named by `--report` up to date; what this run did not touch stays: it may be run in pieces."""
-    if not config.getoption("--report"):
-        return
-    from vllm_eesd.bench.hardware import hardware, versions
+    def pytest_runtest_logreport(self, report):
+        self._counts.update(report.eesd_counts)
+        self._features += report.eesd_features
+        if report.eesd_features:
+            self.write()  # now: whoever ends a long run early keeps what it has seen
 
-    path = Path(config.getoption("--report"))
-    old = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"counts": {}, "features": []}
-    decided = {(entry["feature"], entry["test"]): entry for entry in [*old["features"], *FEATURES]}
-    content = {
-        "hardware": hardware(),
-        "versions": versions(),
-        "counts": dict(sorted((old["counts"] | COUNTS).items())),
-        "features": list(decided.values()),
-    }
-    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    def pytest_sessionfinish(self):
+        self.write()
+
+    def write(self):
+        from vllm_eesd.bench.hardware import hardware, versions
+
+        path = self._path
+        old = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"counts": {}, "features": []}
+        decided = {(entry["feature"], entry["test"]): entry for entry in [*old["features"], *self._features]}
+        content = {
+            "hardware": hardware(),
+            "versions": versions(),
+            "counts": dict(sorted((old["counts"] | self._counts).items())),
+            "features": list(decided.values()),
+        }
+        path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
 @pytest.fixture(scope="session")
