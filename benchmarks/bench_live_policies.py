@@ -1,6 +1,8 @@
 """The goodput policy against every fixed draft length and plain vLLM, live: the same prompts, interleaved.
 
     python -P benchmarks/bench_live_policies.py models/eesd-code-10m [--batches 1,8] [--rounds 5] [--json OUT]
+    python -P benchmarks/make_random_target.py build/random_135m   # nothing to predict, at a real model's step
+    python -P benchmarks/bench_live_policies.py build/random_135m --workloads random_tokens --lengths "" [...]
 
 Two engines run side by side: plain vLLM, and EESD, where each request names its own policy (`eesd_policy`,
 `eesd_max_draft_tokens`; `off` is `eesd_enabled: false`). Methods take turns within a round; ratios are paired by round.
@@ -25,10 +27,8 @@ from vllm_eesd.bench.prompts import read_prompts
 PROMPTS = Path(__file__).resolve().parents[1] / "models" / "prompts"
 #: Name -> sampling temperature.
 WORKLOADS = {"held_out_code": 0.0, "repetitive_code": 0.0, "random_tokens": 2.0}
-LENGTHS = range(1, 9)
-OPTIONS: dict[str, dict[str, Any] | None] = {"off": {"eesd_enabled": False}, "goodput": None}
-OPTIONS |= {f"fixed {k}": {"eesd_policy": "fixed", "eesd_max_draft_tokens": k} for k in LENGTHS}
-METHODS = ["plain", *OPTIONS]
+#: Method -> what its requests ask for; plain vLLM is another engine.
+OPTIONS: dict[str, dict[str, Any] | None] = {"plain": None, "off": {"eesd_enabled": False}, "goodput": None}
 
 
 def main() -> None:
@@ -36,12 +36,15 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("--workloads", default=",".join(WORKLOADS))
     parser.add_argument("--batches", default="1,8")
+    parser.add_argument("--lengths", default="1,2,3,4,5,6,7,8", help="fixed lengths; may be empty")
     parser.add_argument("--prompts", type=int, default=4, help="per workload; at least three batches are used")
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     settings, batches = EngineSettings(args.model), [int(batch) for batch in args.batches.split(",")]
+    lengths = [int(length) for length in args.lengths.split(",") if length]
+    options = OPTIONS | {f"fixed {k}": {"eesd_policy": "fixed", "eesd_max_draft_tokens": k} for k in lengths}
     count = max(args.prompts, *(used_prompts(args.prompts, batch) for batch in batches))
     prompts = {}
     for name in args.workloads.split(","):
@@ -55,9 +58,10 @@ def main() -> None:
     for name, encoded in prompts.items():
         for batch in batches:
             used = [encoded[i % len(encoded)] for i in range(used_prompts(args.prompts, batch))]
-            times = measure(engines, used, batch, args.max_tokens, WORKLOADS[name], args.rounds)
-            rows += summarise(name, batch, times)
-            print_rows(rows[-len(METHODS) :])
+            times = measure(engines, options, used, batch, args.max_tokens, WORKLOADS[name], args.rounds)
+            steps = -(-len(used) // batch) * args.max_tokens
+            rows += summarise(name, batch, times, steps)
+            print_rows(rows[-len(options) :])
     for llm in engines.values():
         llm.llm_engine.engine_core.shutdown()
     if args.json:
@@ -71,17 +75,23 @@ def used_prompts(prompts: int, batch: int) -> int:
 
 
 def measure(
-    engines: dict[str, Any], prompts: list[list[int]], batch: int, max_tokens: int, temperature: float, rounds: int
+    engines: dict[str, Any],
+    options: dict[str, dict[str, Any] | None],
+    prompts: list[list[int]],
+    batch: int,
+    max_tokens: int,
+    temperature: float,
+    rounds: int,
 ) -> dict[str, list[float]]:
     """Return the seconds of every method in every round; one round before the first is not counted."""
-    times: dict[str, list[float]] = {method: [] for method in METHODS}
+    times: dict[str, list[float]] = {method: [] for method in options}
     expected = None
     for number in range(rounds + 1):
-        for method in rotated(METHODS, number):
+        for method in rotated(list(options), number):
             llm = engines["plain" if method == "plain" else "eesd"]
             llm.reset_prefix_cache()
             began = time.perf_counter()
-            outputs = generate(llm, prompts, batch, max_tokens, temperature, OPTIONS.get(method))
+            outputs = generate(llm, prompts, batch, max_tokens, temperature, options[method])
             if number:
                 times[method].append(time.perf_counter() - began)
             if temperature == 0:
@@ -117,8 +127,13 @@ def generate(
     return [outputs[number] for number in range(len(prompts))]
 
 
-def summarise(workload: str, batch: int, times: dict[str, list[float]]) -> list[dict[str, Any]]:
-    """Return one row per method: paired speedup over plain, and goodput's over the method."""
+def summarise(workload: str, batch: int, times: dict[str, list[float]], steps: int) -> list[dict[str, Any]]:
+    """Return one row per method: paired speedup over plain, and goodput's over the method.
+
+    Args:
+        times: seconds of every method in every round.
+        steps: engine steps that plain decoding takes, for its `ms_per_step`.
+    """
     rows = []
     for method, seconds in times.items():
         plain = [theirs / ours for theirs, ours in zip(times["plain"], seconds, strict=True)]
@@ -127,6 +142,8 @@ def summarise(workload: str, batch: int, times: dict[str, list[float]]) -> list[
         for key, ratios in (("vs_plain", plain), ("goodput_vs_it", goodput)):
             row[key] = round(statistics.median(ratios), 3)
             row[f"{key}_spread"] = [round(min(ratios), 3), round(max(ratios), 3)]
+        if method == "plain":
+            row["ms_per_step"] = round(statistics.median(seconds) * 1e3 / steps, 2)
         rows.append(row)
     return rows
 

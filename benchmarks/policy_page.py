@@ -18,7 +18,13 @@ from vllm_eesd.simulate.synthetic import QUALITIES, SPREADS, synthetic_trace
 from vllm_eesd.trace import DenseTrace
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE, RESULTS = ROOT / "docs" / "policies.md", ROOT / "benchmarks" / "results" / "live_policies.json"
+PAGE, RESULTS = ROOT / "docs" / "policies.md", ROOT / "benchmarks" / "results"
+#: What was measured live, and on which target.
+LIVE = {
+    "live_policies.json": "the embedded model",
+    "live_policies-random_135m.json": "134 million random weights, the exit head untrained "
+    "(`benchmarks/make_random_target.py`)",
+}
 RECORDED = [
     str(ROOT / "models" / "traces" / f"{n}.jsonl.gz") for n in ("held_out_code", "repetitive_code", "random_tokens")
 ]
@@ -40,8 +46,9 @@ def main() -> None:
         "![Goodput by policy and trace; time lost to the oracle and draft lengths on the mixture](policies.png)",
         "",
     ]
-    if RESULTS.exists():
-        parts += live(json.loads(RESULTS.read_text(encoding="utf-8")))
+    for name, target in LIVE.items():
+        if (RESULTS / name).exists():
+            parts += live(json.loads((RESULTS / name).read_text(encoding="utf-8")), target)
     parts += [
         "Synthetic traces, batch 1 (20 requests of 300 tokens, acceptance that switches between three regimes every 60",
         "tokens on average; names: how far apart the regimes are, and how much confidences tell):",
@@ -84,22 +91,27 @@ def table(outcomes: list[Outcome]) -> list[str]:
     return lines
 
 
-def live(rows: list[dict]) -> list[str]:
+def live(rows: list[dict], target: str) -> list[str]:
     """What `benchmarks/bench_live_policies.py` measured: goodput, the best fixed length and no drafting."""
     first = rows[0]
     lines = [
-        f"Measured in the engine ({first['hardware']}; {first['max_tokens']} tokens a prompt,",
-        f"{first['rounds']} interleaved rounds, medians and ranges; `benchmarks/bench_live_policies.py`). `off` is",
-        "EESD loaded and no request drafting:",
+        f"Measured in the engine on {target}, {first['hardware']}; {first['max_tokens']} tokens a prompt,",
+        f"{first['rounds']} interleaved rounds, medians and ranges (`benchmarks/bench_live_policies.py`). `off` is",
+        "EESD loaded and no request drafting; a step is plain vLLM's:",
         "",
-        "| workload | batch | goodput vs plain | best fixed vs plain | goodput vs best fixed | off vs plain |",
-        "|---|---|---|---|---|---|",
+        "| workload | batch | ms a step | goodput vs plain | best fixed vs plain | goodput vs it | off vs plain |",
+        "|---|---|---|---|---|---|---|",
     ]
     for workload, batch in dict.fromkeys((row["workload"], row["batch"]) for row in rows):
         found = {row["method"]: row for row in rows if (row["workload"], row["batch"]) == (workload, batch)}
-        best = max((row for name, row in found.items() if name.startswith("fixed")), key=lambda row: row["vs_plain"])
-        cells = [spread(found["goodput"], "vs_plain"), f"{spread(best, 'vs_plain')}, K={best['method'].split()[-1]}"]
-        cells += [spread(best, "goodput_vs_it"), spread(found["off"], "vs_plain")]
+        cells = [str(found["plain"]["ms_per_step"]), spread(found["goodput"], "vs_plain")]
+        fixed = [row for name, row in found.items() if name.startswith("fixed")]
+        if fixed:
+            best = max(fixed, key=lambda row: row["vs_plain"])
+            cells += [f"{spread(best, 'vs_plain')}, K={best['method'].split()[-1]}", spread(best, "goodput_vs_it")]
+        else:
+            cells += ["not measured"] * 2
+        cells.append(spread(found["off"], "vs_plain"))
         lines.append(f"| {workload} | {batch} | " + " | ".join(cells) + " |")
     return [*lines, ""]
 
