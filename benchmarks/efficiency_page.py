@@ -11,6 +11,12 @@ Table = Callable[[Sequence[str], Sequence[Sequence[Any]]], str]
 ENGINES = ("plain", "eesd")
 #: Bars of less than this share of the longest are too short for a figure inside.
 LABELLED_SHARE = 0.01
+BESIDE = (
+    "Beside what must be: a draft step's forward over its layers' share of a plain step's and the LM head's time; what "
+    "verifying takes besides the forward (engine loop, scheduler, inputs, sampler, bookkeeping) over a plain step's; a "
+    "step in which every request has drafting switched off over a plain step."
+)
+BESIDE_HEADINGS = ("batch", "draft step / its share", "overhead / plain's", "step without drafts / plain step")
 
 
 def waterfall_section(rows: list[dict[str, Any]], table: Table, origin: str) -> str:
@@ -29,6 +35,16 @@ def waterfall_section(rows: list[dict[str, Any]], table: Table, origin: str) -> 
         )
         for row in rows
     ]
+    beside = [
+        (
+            row["batch"],
+            "no draft steps" if row["draft_step_ratio"] is None else f"{row['draft_step_ratio']:.2f}",
+            f"{row['overhead_ratio']:.2f}",
+            f"{row['idle_ratio']:.3f}",
+        )
+        for row in rows
+        if "overhead_ratio" in row
+    ]
     times = ("plain step, ms", "EESD round, ms")
     headings = ("batch", *times, "tokens per round", "measured", "ideal", "measured / ideal", "explained")
     pieces = [
@@ -46,6 +62,7 @@ def waterfall_section(rows: list[dict[str, Any]], table: Table, origin: str) -> 
         f"timers around named methods account for. {origin}\n\n```\npython benchmarks/waterfall.py --tokens "
         f"{first['tokens']} --rounds {first['rounds']} --json waterfall.json\n```\n\n"
         + table(headings, summary)
+        + (f"\n{BESIDE}\n\n" + table(BESIDE_HEADINGS, beside) if beside else "")
         + "\nMilliseconds a step:\n\n"
         + table(("piece", *columns), pieces)
         + "\n![From a plain step to EESD's round](results-waterfall.png)\n"

@@ -34,6 +34,9 @@ OUTLIER = 3.0
 #: Prompts of a batch size: so many, or so many batches of it; the tail of a batch, where fewer decode, is not counted.
 MIN_PROMPTS, MIN_BATCHES = 8, 2
 UNNAMED = "unnamed"
+#: What verification needs besides the forward of its tokens; drafting, which has pieces of its own, is none of it.
+OVERHEAD = ("engine loop", "scheduler", "input preparation", "sampler and verification", "bookkeeping and output")
+DRAFT_STEP = "vllm_eesd.host.exit_layer:DraftStep.__call__"
 STEP = "vllm.v1.engine.llm_engine:LLMEngine.step"
 SCHEDULE = "vllm.v1.core.sched.scheduler:Scheduler.schedule"
 UPDATE = "vllm.v1.core.sched.scheduler:Scheduler.update_from_output"
@@ -66,7 +69,7 @@ PIECES = {
     "model forward": [_RUNNER + "_model_forward"],
     "LM head": ["vllm.model_executor.models.llama:LlamaForCausalLM.compute_logits"],
     "sampler and verification": [_RUNNER + "_sample"],
-    "draft forward": ["vllm_eesd.host.exit_layer:DraftStep.__call__"],
+    "draft forward": [DRAFT_STEP],
     "draft preparation": [
         "vllm_eesd.host.draft_rows:DraftRows.step",
         "vllm_eesd.host.draft_rows:DraftRows.round",
@@ -99,6 +102,7 @@ class Step:
     num_reqs: int = 0
     num_tokens: int = 0
     num_emitted: int = 0
+    num_draft_steps: int = 0
     begins: bool = False
 
     @property
@@ -159,6 +163,8 @@ class Timers:
         if target == SCHEDULE:
             step.num_reqs, step.num_tokens = len(result.num_scheduled_tokens), result.total_num_scheduled_tokens
             step.begins = bool(result.scheduled_new_reqs)
+        elif target == DRAFT_STEP:
+            step.num_draft_steps += 1
         elif target == UPDATE:
             step.num_emitted = sum(map(len, args[2].sampled_token_ids))
         elif target == STEP:
@@ -186,7 +192,7 @@ def summary(steps: list[Step], batch: int) -> dict[str, Any]:
 
     Returns:
         step_ms; pieces: ms each, adding up to it; explained: the share that is not "unnamed"; tokens: emitted a step,
-        by all requests; drafts: scheduled a step, by all; steps, outliers: counted, left out.
+        by all requests; drafts: scheduled a step, by all; draft_steps: run a step; steps, outliers: counted, left out.
     Raises:
         ValueError: there is no such step.
     """
@@ -203,20 +209,29 @@ def summary(steps: list[Step], batch: int) -> dict[str, Any]:
         "explained": round(1 - pieces[UNNAMED] / step_ms, 4),
         "tokens": round(statistics.fmean(step.num_emitted for step in kept), 4),
         "drafts": round(statistics.fmean(step.num_tokens - batch for step in kept), 4),
+        "draft_steps": round(statistics.fmean(step.num_draft_steps for step in kept), 4),
         "steps": len(kept),
         "outliers": len(decoding) - len(kept),
     }
 
 
-def compare(batch: int, plain: dict[str, Any], idle: dict[str, Any], eesd: dict[str, Any]) -> dict[str, Any]:
+def compare(
+    batch: int, plain: dict[str, Any], idle: dict[str, Any], eesd: dict[str, Any], layers_share: float
+) -> dict[str, Any]:
     """Return a batch size's row.
 
     Args:
         plain, eesd: of `summary`.
         idle: EESD's, for requests that draft nothing: its forward differs from plain's by the KV fill.
+        layers_share: layers that a draft step runs through, of the target's.
     Returns:
-        the three; waterfall: (what, ms) from a plain step to EESD's round; measured_speedup, ideal_speedup, efficiency.
+        the three; waterfall: (what, ms) from a plain step to EESD's round; measured_speedup, ideal_speedup, efficiency;
+        draft_step_ratio: a draft step over its layers' share of a plain forward and the LM head, None without any;
+        overhead_ratio: all of `OVERHEAD` over plain's; idle_ratio: a step in which nobody drafts over plain's.
     """
+    step_ms = layers_share * plain["pieces"]["model forward"] + plain["pieces"]["LM head"]
+    draft_ms = eesd["pieces"]["draft forward"] / eesd["draft_steps"] if eesd["draft_steps"] else None
+    plain_ms, eesd_ms = (sum(kind["pieces"][name] for name in OVERHEAD) for kind in (plain, eesd))
     ideal_ms = plain["step_ms"] + eesd["pieces"]["draft forward"]
     fill_ms = idle["pieces"]["model forward"] - plain["pieces"]["model forward"]
     waterfall = [("plain step", plain["step_ms"]), ("draft forward", eesd["pieces"]["draft forward"])]
@@ -236,6 +251,9 @@ def compare(batch: int, plain: dict[str, Any], idle: dict[str, Any], eesd: dict[
         "measured_speedup": round(tokens * plain["step_ms"] / eesd["step_ms"], 4),
         "ideal_speedup": round(tokens * plain["step_ms"] / ideal_ms, 4),
         "efficiency": round(ideal_ms / eesd["step_ms"], 4),
+        "draft_step_ratio": None if draft_ms is None else round(draft_ms / step_ms, 3),
+        "overhead_ratio": round(eesd_ms / plain_ms, 3),
+        "idle_ratio": round(idle["step_ms"] / plain["step_ms"], 3),
     }
 
 
@@ -288,7 +306,13 @@ def measure(runner: Any, batch: int, rounds: int) -> dict[str, Any]:
             if outputs != expected:
                 raise SystemExit(f"waterfall: batch {batch}: the output of {kind} is not plain's")
             steps[kind] += some
-    return compare(batch, *(summary(steps[kind], batch) for kind in kinds))
+    return compare(batch, *(summary(steps[kind], batch) for kind in kinds), layers_share())
+
+
+def layers_share() -> float:
+    """Return which part of the target's layers a draft step runs through: the first N and the exit layer."""
+    target, head = (json.loads((ROOT / MODEL / name).read_text()) for name in ("config.json", "eesd/config.json"))
+    return (head["exit_layer"] + 1) / target["num_hidden_layers"]
 
 
 def prompts_for(batch: int) -> int:

@@ -22,6 +22,7 @@ import copy
 import json
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -174,15 +175,14 @@ def train(args: argparse.Namespace) -> None:
     peers = {name: peer(target).to(device) for name, peer in PEERS.items()}
     lr = DEFAULT_LR / target.config.hidden_size**0.5
     optimizers = {name: _make_optimizers(peer, lr) for name, peer in peers.items()}
+    step_losses = _step_losses(target, peers, device)
+    step_losses = torch.compile(step_losses) if args.compile else step_losses
     run = _resume(args.work, peers, optimizers)
     began, saved = time.monotonic() - run["seconds"], time.monotonic()
     while run["step"] < config.steps and (args.minutes is None or run["seconds"] < 60 * args.minutes):
         scale = learning_rate_scale(run["step"], run["seconds"], config)
         ids = data.batch_at(run["step"], BATCH, SEQ_LEN, args.seed).to(device)
-        with torch.autocast(device, dtype=torch.bfloat16, enabled=uses_bfloat16(device)):
-            with torch.no_grad():
-                _, target_hidden, _ = target(ids)
-            losses = {name: peer.loss(target, ids, target_hidden) for name, peer in peers.items()}
+        losses = step_losses(ids)
         for name, peer in peers.items():
             losses[name].backward()
             torch.nn.utils.clip_grad_norm_(peer.parameters(), 1.0)
@@ -199,6 +199,16 @@ def train(args: argparse.Namespace) -> None:
             _save(args.work, peers, optimizers, run)
             saved = time.monotonic()
     _save(args.work, peers, optimizers, run)
+
+
+def _step_losses(target: Target, peers: dict[str, nn.Module], device: str) -> Callable[[Tensor], dict[str, Tensor]]:
+    def step_losses(ids: Tensor) -> dict[str, Tensor]:
+        with torch.autocast(device, dtype=torch.bfloat16, enabled=uses_bfloat16(device)):
+            with torch.no_grad():
+                _, target_hidden, _ = target(ids)
+            return {name: peer.loss(target, ids, target_hidden) for name, peer in peers.items()}
+
+    return step_losses
 
 
 def export(args: argparse.Namespace) -> None:
@@ -251,6 +261,7 @@ def main() -> None:
         sub.add_argument("--tokens", type=int, default=TOKENS, help="of the whole run, resumed parts included")
         sub.add_argument("--minutes", type=float, help="stop after this long, resumed parts included, if earlier")
         sub.add_argument("--self-generate", type=int, default=768, help="windows the target writes")
+        sub.add_argument("--compile", action="store_true", help="torch.compile the step: slow to start")
         sub.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     args.function(args)

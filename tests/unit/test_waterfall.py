@@ -88,7 +88,7 @@ def test_a_steps_time_is_shared_out_among_its_pieces_without_rest(waterfall, mon
 
 
 def steps_of(waterfall, count=4, **given):
-    pieces = {"model forward": 4.0, waterfall.UNNAMED: 0.5} | given.pop("pieces", {})
+    pieces = {"model forward": 4.0, "scheduler": 0.5, waterfall.UNNAMED: 0.5} | given.pop("pieces", {})
     step = {"num_reqs": 2, "num_tokens": 2, "num_emitted": 2, "begins": False} | given
     return [waterfall.Step(dict.fromkeys(waterfall.PIECES, 0.0) | pieces, **step) for _ in range(count)]
 
@@ -98,7 +98,7 @@ def test_only_steps_in_which_the_whole_batch_decodes_count(waterfall):
     slow = steps_of(waterfall, 1, pieces={"scheduler": 100.0})
     found = waterfall.summary(steps_of(waterfall, num_tokens=6, num_emitted=5) + others + slow, 2)
     assert (found["steps"], found["outliers"], found["tokens"], found["drafts"]) == (4, 1, 5, 4)
-    assert found["step_ms"] == 4.5 and found["explained"] == pytest.approx(1 - 0.5 / 4.5, abs=1e-4)
+    assert found["step_ms"] == 5.0 and found["explained"] == pytest.approx(1 - 0.5 / 5.0, abs=1e-4)
     with pytest.raises(ValueError, match="batch=2: no step"):
         waterfall.summary(others, 2)
 
@@ -107,16 +107,34 @@ def test_the_waterfall_leads_from_a_plain_step_to_the_round(waterfall):
     plain = waterfall.summary(steps_of(waterfall), 2)
     idle = waterfall.summary(steps_of(waterfall, pieces={"model forward": 4.25}), 2)
     drafting = {"model forward": 5.0, "draft forward": 1.5, "policy": 0.25, waterfall.UNNAMED: 0.75}
-    eesd = waterfall.summary(steps_of(waterfall, pieces=drafting, num_emitted=6), 2)
-    row = waterfall.compare(2, plain, idle, eesd)
+    eesd = waterfall.summary(steps_of(waterfall, pieces=drafting, num_emitted=6, num_draft_steps=3), 2)
+    row = waterfall.compare(2, plain, idle, eesd, layers_share=0.125)
     told = dict(map(tuple, row["waterfall"]))
-    assert told["plain step"] == 4.5 and told["draft forward"] == 1.5 and told["policy"] == 0.25
+    assert told["plain step"] == 5.0 and told["draft forward"] == 1.5 and told["policy"] == 0.25
     assert told["KV fill"] == 0.25 and told["forward of the drafts"] == 0.75 and told["unnamed"] == 0.25
-    assert sum(told.values()) == pytest.approx(eesd["step_ms"]) == 7.5
-    # Three times the tokens, in 7.5 ms instead of 4.5; ideally in 6.
-    assert row["measured_speedup"] == pytest.approx(3 * 4.5 / 7.5)
-    assert row["ideal_speedup"] == pytest.approx(3 * 4.5 / 6)
-    assert row["efficiency"] == pytest.approx(row["measured_speedup"] / row["ideal_speedup"]) == 0.8
+    assert sum(told.values()) == pytest.approx(eesd["step_ms"]) == 8.0
+    # Three times the tokens, in 8 ms instead of 5; ideally in 6.5.
+    assert row["measured_speedup"] == pytest.approx(3 * 5 / 8)
+    assert row["ideal_speedup"] == pytest.approx(3 * 5 / 6.5, abs=1e-4)
+    assert row["efficiency"] == pytest.approx(6.5 / 8, abs=1e-4)
+
+
+def test_what_drafting_and_verifying_take_beside_what_they_must(waterfall):
+    plain = {"model forward": 4.0, "LM head": 0.5, "scheduler": 0.5}
+    drafting = plain | {"draft forward": 2.0, "scheduler": 0.75, "policy": 0.25}
+    plain, idle, eesd = (
+        waterfall.summary(steps_of(waterfall, pieces=pieces, num_draft_steps=steps), 2)
+        for pieces, steps in ((plain, 0), (plain | {"policy": 0.55}, 0), (drafting, 2))
+    )
+    row = waterfall.compare(2, plain, idle, eesd, layers_share=0.125)
+    assert row["draft_step_ratio"] == 1.0  # 2 steps of an eighth of 4 ms and the LM head's 0.5
+    assert row["overhead_ratio"] == 1.5
+    assert row["idle_ratio"] == pytest.approx(1.1)
+    assert waterfall.compare(2, plain, idle, plain, layers_share=0.125)["draft_step_ratio"] is None
+
+
+def test_a_draft_step_runs_through_the_first_layers_and_the_exit_layer(waterfall):
+    assert waterfall.layers_share() == 3 / 24
 
 
 def test_wrong_output_is_not_timed(waterfall):
