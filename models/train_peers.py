@@ -23,6 +23,7 @@ import json
 import os
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -34,7 +35,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from vllm_eesd.distill.data import TokenData
-from vllm_eesd.distill.generate import continue_windows, own_text_in
+from vllm_eesd.distill.generate import continue_windows, own_text_in, sampled_through_vllm
 from vllm_eesd.distill.losses import distillation_loss, forward_kl
 from vllm_eesd.distill.model import Target, load_target
 from vllm_eesd.distill.train import DEFAULT_LR, TrainConfig, _make_optimizers, learning_rate_scale, uses_bfloat16
@@ -168,8 +169,10 @@ def train(args: argparse.Namespace) -> None:
     args.work.mkdir(parents=True, exist_ok=True)
     text = [np.memmap(args.data, dtype=np.uint16, mode="r")]
     own = own_text_in(args.work, target, args.self_generate, SEQ_LEN, 1.0, args.seed)
+    through_vllm = sampled_through_vllm(args.generator, MODEL, text, own)
     target.to(device)
-    own.make(text, "transformers", lambda *a, **k: continue_windows(target, *a, **k))
+    if not through_vllm:
+        own.make(text, "transformers", partial(continue_windows, target))
     data = TokenData(text, own.windows())
     config = TrainConfig(steps=args.tokens // (BATCH * SEQ_LEN), minutes=args.minutes, batch=BATCH, seq_len=SEQ_LEN)
     peers = {name: peer(target).to(device) for name, peer in PEERS.items()}
@@ -262,6 +265,7 @@ def main() -> None:
         sub.add_argument("--minutes", type=float, help="stop after this long, resumed parts included, if earlier")
         sub.add_argument("--self-generate", type=int, default=768, help="windows the target writes")
         sub.add_argument("--compile", action="store_true", help="torch.compile the step: slow to start")
+        sub.add_argument("--generator", default="auto", choices=("auto", "vllm", "transformers"), help="writes them")
         sub.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     args.function(args)

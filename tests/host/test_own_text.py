@@ -53,6 +53,14 @@ def test_a_head_is_distilled_on_what_vllm_sampled(random_target, tmp_path, monke
             run(make_args(random_target, tmp_path / "text.bin", tmp_path, generator="transformers"))
 
 
+def test_a_batch_longer_than_a_step(random_target):
+    """Seeded prompts that do not fit into one step: vLLM cannot cut those on a CPU."""
+    prompts = torch.randint(0, VOCAB, (64, 100), generator=torch.Generator().manual_seed(0))
+    with vllm_sampler.VllmSampler(random_target, 102) as sampler:
+        windows = sampler.continue_windows(prompts, 102, torch.ones(64), seed=0)
+    assert windows.shape == (64, 102) and (windows[:, :100] == prompts).all()
+
+
 @pytest.mark.parametrize(
     ("child", "said"),
     [
