@@ -55,6 +55,7 @@ setup(
         "test": [
             "hypothesis>=6.100",
             "matplotlib>=3.8",
+            "pandas>=2",
             "pytest>=8",
             "pytest-xdist>=3.7",
             "triton>=3.6; sys_platform == 'linux'",

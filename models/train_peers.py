@@ -186,8 +186,8 @@ def train(args: argparse.Namespace) -> None:
         scale = learning_rate_scale(run["step"], run["seconds"], config)
         ids = data.batch_at(run["step"], BATCH, SEQ_LEN, args.seed).to(device)
         losses = step_losses(ids)
+        sum(losses.values()).backward()  # they share no parameter; what was compiled together runs back together
         for name, peer in peers.items():
-            losses[name].backward()
             torch.nn.utils.clip_grad_norm_(peer.parameters(), 1.0)
             for optimizer in optimizers[name]:
                 optimizer.param_groups[0]["lr"] = lr * scale

@@ -158,13 +158,21 @@ def test_a_client_that_disconnects_mid_stream_harms_nobody(server, client, expec
     assert running_requests(server) == 0
 
 
+RECORDED = Path(__file__).resolve().parents[2] / "models" / "prompts" / "held_out_code.jsonl"
+BENCH_DATA = {
+    "random": ["--dataset-name", "random", "--random-input-len", "24", "--random-output-len", "16"],
+    "recorded": ["--dataset-name", "custom", "--dataset-path", str(RECORDED), "--custom-output-len", "16"],
+}
+
+
 @pytest.mark.feature("vllm bench serve", "every request served")
-def test_vllm_bench_serve(server, embedded_model, tmp_path):
+@pytest.mark.parametrize("prompts", BENCH_DATA)
+def test_vllm_bench_serve(server, embedded_model, tmp_path, prompts):
     command = [
         str(Path(sys.executable).parent / "vllm"), "bench", "serve", "--base-url", server, "--model", "code",
-        "--tokenizer", str(embedded_model), "--dataset-name", "random", "--random-input-len", "24",
-        "--random-output-len", "16", "--num-prompts", "6", "--ignore-eos", "--disable-tqdm", "--save-result",
-        "--result-dir", str(tmp_path), "--result-filename", "bench.json",
+        "--tokenizer", str(embedded_model), *BENCH_DATA[prompts], "--skip-chat-template", "--num-prompts", "6",
+        "--ignore-eos", "--disable-tqdm", "--save-result", "--result-dir", str(tmp_path),
+        "--result-filename", "bench.json",
     ]  # fmt: skip
     run = subprocess.run(command, capture_output=True, text=True, timeout=START_LIMIT_S)
     assert run.returncode == 0, run.stderr[-3000:]
