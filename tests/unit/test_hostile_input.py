@@ -4,6 +4,7 @@
 """
 
 import contextlib
+import dataclasses
 import gzip
 import json
 import os
@@ -314,9 +315,10 @@ def test_calibration(refused_or_fine, folder, data):
 @pytest.fixture(scope="module")
 def trace(folder):
     """A good trace's lines."""
-    request = RequestTrace(np.array([1, 0, 2]), np.full((3, 2), 0.5, dtype=np.float32))
+    silent = RequestTrace(np.array([1, 0, 2]), np.full((3, 2), 0.5, dtype=np.float32))
+    told = dataclasses.replace(silent, prompt=np.array([4, 5]), emitted=np.array([6, 4, 5, 6, 4]))
     costs = {"verify_ms": {"1": [[0, 4.0], [2, 5.0]]}, "draft_step_ms": [[1, 0.5]], "draft_round_ms": [[1, 0.1]]}
-    write_trace(folder / "trace.jsonl", DenseTrace("model", "workload", 2, costs, [request, request]))
+    write_trace(folder / "trace.jsonl", DenseTrace("model", "workload", 2, costs, [silent, told]))
     return (folder / "trace.jsonl").read_bytes()
 
 
@@ -341,6 +343,9 @@ def test_trace(refused_or_fine, folder, trace, data):
     with refused_or_fine("trace"):
         read = read_trace(path)
         assert all(request.confidences.shape[1] == read.num_speculative_tokens for request in read.requests)
+        for request in read.requests:
+            assert request.emitted is None or len(request.emitted) >= len(request.matches)
+            assert request.text().dtype == np.int32 and (request.text() >= 0).all()
 
 
 ROUND = {

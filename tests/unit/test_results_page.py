@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from vllm_eesd.bench.engines import Served
+from vllm_eesd.bench.prompts import WORKLOADS
+from vllm_eesd.bench.vllm_engine import Served
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -112,6 +113,34 @@ def test_the_page_says_what_the_files_say(page_of, results):
     assert text.index("## Published by others") < text.index("| M | T | W | up to 9x | arXiv 1 |")
 
 
+def test_sampled_rows_and_fewer_prompts_at_batch_1_are_said_to_be(page_of, results):
+    rows = [row(m, b, temperature=2.0, identical=None) for b in (1, 8) for m in ("plain", "eesd")]
+    rows = [r | {"num_prompts": 2, "prompts": "p-2.jsonl"} if r["batch"] == 1 else r for r in rows]
+    (results / "latency-random_tokens.json").write_text(json.dumps(rows))
+    page_of.main(results, results / "results.md")
+    text = (results / "results.md").read_text()
+    told = "Random token ids as prompts. 6 prompts (2 at batch 1), 77 new tokens each at temperature 2, 3 rounds."
+    assert told in text and "| 8 | eesd | 111 | 1.00x (1.00-1.00) | - | - | - | - |" in text
+    first, second = re.findall(r"^eesd bench latency .*--temperature 2 .*$", text, re.MULTILINE)
+    assert "p-2.jsonl" in first and "--batch 1 " in first and "p.jsonl" in second and "--batch 8 " in second
+
+
+@pytest.mark.parametrize("number", [1, 2, 4, 6])
+def test_every_workload_that_was_measured_gets_a_panel(page_of, tmp_path, monkeypatch, number):
+    names = list(page_of.WORKLOADS)[:number]
+    for name in names:
+        rows = [row("plain", 1), row("eesd", 1, speedup_vs_plain=2.0, speedup_spread=[1.0, 3.0])]
+        (tmp_path / f"latency-{name}.json").write_text(json.dumps(rows))
+    figures, save = [], page_of.save
+    monkeypatch.setattr(page_of, "save", lambda figure, path: (figures.append(figure), save(figure, path)))
+    page_of.main(tmp_path, tmp_path / "results.md")
+    panels = [axes for axes in figures[0].axes if axes.axison]
+    assert [axes.get_title() for axes in panels] == [name.replace("_", " ") for name in sorted(names)]
+    assert all(axes.patches for axes in panels)
+    headings = re.findall(r"^## (.*)$", (tmp_path / "results.md").read_text(), re.MULTILINE)
+    assert headings == [name.replace("_", " ").capitalize() for name in sorted(names)]
+
+
 def test_the_plots_are_pictures_of_the_intervals(page_of, results):
     from matplotlib.image import imread
 
@@ -143,6 +172,11 @@ def test_what_is_measured_exists(monkeypatch):
         prompts = measured.prompt_file(workload, size.prompts)
         assert len(prompts.read_text(encoding="utf-8").splitlines()) == size.prompts >= max(size.batches)
         assert set(size.peer_batches) <= set(size.batches)
+        assert workload in load("results_page").WORKLOADS
+        assert all(size.prompts_at(batch) >= batch for batch in size.batches)
+    assert set(measured.WORKLOADS) == set(WORKLOADS)
+    # A third of each kind, also of those at batch 1.
+    assert measured.WORKLOADS["mixed"].prompts % 3 == measured.WORKLOADS["mixed"].prompts_at(1) % 3 == 0
     assert measured.REQUESTS <= measured.WORKLOADS[measured.HELD_OUT].prompts
 
 
@@ -173,6 +207,10 @@ class FakeEngine:
             "draft_round_ms": [],
         }
 
+    def at(self, temperature):
+        self._asked.append(temperature)
+        return self
+
     forget_prefixes = reset_statistics = lambda self: None
 
 
@@ -193,7 +231,7 @@ def test_one_session_measures_everything_the_page_shows(page_of, tmp_path, monke
     monkeypatch.setattr(measured, "RESULTS", tmp_path)
     sizes = {
         measured.HELD_OUT: measured.Size(2, (1, 2), 3, (1,), head_alone=True),
-        "random_tokens": measured.Size(1, (1,), 3),
+        "random_tokens": measured.Size(2, (1, 2), 3, alone=1, max_tokens=5, temperature=2.0),
     }
     assert measured.measure_all(sizes, False, Console(file=io.StringIO())) == 0
     assert started == [["plain", "eesd", "eesd-head", "ngram", "draft_model"]]
@@ -203,7 +241,11 @@ def test_one_session_measures_everything_the_page_shows(page_of, tmp_path, monke
         *((2, method) for method in ("plain", "eesd", "eesd-head", "ngram")),
     ]
     other = json.loads((tmp_path / "latency-random_tokens.json").read_text())
-    assert [row["method"] for row in other] == ["plain", "eesd", "ngram"]
+    assert [(row["method"], row["num_prompts"]) for row in other] == [
+        (method, count) for count in (1, 2) for method in ("plain", "eesd", "ngram")
+    ]
+    assert {(row["temperature"], row["identical"], row["max_tokens"]) for row in other} == {(2.0, None, 5)}
+    assert 2.0 in asked and (1, 5, None) in asked
     assert (2, 24, {"eesd_max_draft_tokens": 0}) in asked and (1, 1, None) in asked and (2, 33, None) in asked
     for row in rows:
         row["speedup_vs_plain"] = 2.0 * row["batch"]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from vllm_eesd import cli
-from vllm_eesd.policy import POLICIES, BetaPosterior, build_policy
+from vllm_eesd.policy import POLICIES, BetaPosterior, DraftLengthPolicy, build_policy
 from vllm_eesd.simulate.peers import AdaptiveVerification, FixedLength, Oracle, fit_confidence, oracle
 from vllm_eesd.simulate.replay import PolicyDrafter, replay
 from vllm_eesd.simulate.run import load_traces, mix, parse_cost_scale, simulate
@@ -107,6 +107,67 @@ def test_the_same_seed_replays_the_same():
     first, second = (simulate("t", SMALL, ["goodput", "beta_ts"], 2, seed=3) for _ in range(2))
     assert [o.row() for o in first] == [o.row() for o in second]
     assert [o.replay.ms for o in first] == [o.replay.ms for o in second]
+
+
+def with_text(period, told=True, num_tokens=160, accepted=0):
+    """A request the head is never right about, whose output repeats itself every so many tokens (0: never)."""
+    emitted = np.arange(num_tokens) % period if period else np.arange(num_tokens)
+    length, k = num_tokens - 8, 8
+    text = {"prompt": np.array([900, 901]), "emitted": emitted + 1000} if told else {}
+    request = RequestTrace(np.full(length, accepted), np.full((length, k), 0.3, dtype=np.float32), **text)
+    return DenseTrace("m", "w", k, {}, [request] * 3)
+
+
+class CopiesAll(DraftLengthPolicy):
+    """Copies whatever there is, and else drafts one token."""
+
+    copies_text = True
+
+    def begin_round(self, slots, limits):
+        self._limits = limits
+
+    def copy(self, slots, chances):
+        copied = np.where(chances[:, 1] > 0, np.minimum(self._limits, 8), 0)
+        self.copied[slots] = copied
+        return copied
+
+    def draft_more(self, slots, num_drafted, confidence):
+        return np.full(len(slots), num_drafted == 0)
+
+
+def test_a_copy_is_accepted_as_far_as_the_recorded_text_goes_on_so():
+    """Output ABCD ABCX ABCD ..., prompt AB: what stood behind the longest match is copied, until the text differs."""
+    emitted = np.array([3, 4, 1, 2, 3, 9, 1, 2, 3, 4, 1, 2, 3, 9, 1, 2], dtype=np.int32)
+    request = RequestTrace(
+        np.zeros(8, dtype=np.int64), np.zeros((8, 4), dtype=np.float32), np.array([1, 2], dtype=np.int32), emitted
+    )
+    world, policy = World(), CopiesAll(BetaPosterior(1), 0)
+    found = replay(DenseTrace("m", "w", 4, {}, [request]), PolicyDrafter(policy), world)
+    # 1 2 3 and 1 2 3 4: nothing repeats, one draft each, rejected. 1 2 3 4 1: 2 3 are right, then 4 is not 9.
+    # ... 2 3 9: nothing ended in 9 before, a draft. 9 1: copies 2 3 4 1 is cut to the last token but one.
+    assert found.tokens == [1, 1, 3, 1, 2] and found.draft_lengths == [1, 1, 4, 1, 1]
+    one_draft = world.verify_ms(1, 1) + world.draft_round_ms(1) + world.draft_step_ms(1)
+    expected = [one_draft, one_draft, world.verify_ms(1, 4), one_draft, world.verify_ms(1, 1)]
+    assert found.ms == pytest.approx(expected), "a copy costs its verification and no draft step"
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_goodput_gains_from_copies_where_the_text_repeats_itself(batch):
+    def goodput(trace, **args):
+        policy = build_policy("goodput", BetaPosterior(batch), 0, args)
+        return replay(trace, PolicyDrafter(policy), World(), batch).goodput_vs_plain
+
+    repeating = with_text(24)
+    assert goodput(repeating) > 1.5 * goodput(repeating, ngram=False)
+    assert goodput(repeating, ngram=False) == goodput(with_text(24, told=False))
+    assert goodput(with_text(0)) == goodput(with_text(0), ngram=False), "there is nothing to copy"
+
+
+def test_requests_with_and_without_texts_may_be_mixed():
+    mixed = mix([with_text(24), with_text(24, told=False)])
+    policy = build_policy("goodput", BetaPosterior(2), 0, {})
+    found = replay(mixed, PolicyDrafter(policy), World(), 2)
+    assert sum(found.tokens) == 6 * 152 and found.goodput_vs_plain > 1.2
 
 
 def test_a_mixture_takes_requests_in_turn():

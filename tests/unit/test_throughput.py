@@ -10,8 +10,9 @@ import pytest
 
 from vllm_eesd import cli
 from vllm_eesd.bench import sweep, throughput
-from vllm_eesd.bench.engines import EngineSettings, Served, VllmEngine
+from vllm_eesd.bench.engines import EngineSettings
 from vllm_eesd.bench.throughput import measure_rate, poisson_arrivals, rows
+from vllm_eesd.bench.vllm_engine import Served, VllmEngine
 
 
 def served(arrived, first, last, tokens=(1, 2, 3, 4, 5)):
@@ -116,7 +117,7 @@ def test_the_engine_is_given_requests_when_they_arrive(monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm.sampling_params", kinds)
     engine = SteppedEngine()
     began = time.perf_counter()
-    found = VllmEngine("plain", module(llm_engine=engine)).serve([[5], [6], [7]], [0.0, 0.01, 0.2], max_tokens=4)
+    found = VllmEngine(module(llm_engine=engine), drafts=False).serve([[5], [6], [7]], [0.0, 0.01, 0.2], max_tokens=4)
     assert [(i, prompt) for i, prompt, _ in engine.added] == [("0", (5,)), ("1", (6,)), ("2", (7,))]
     assert all(at - began >= due for (_, _, at), due in zip(engine.added, [0.0, 0.01, 0.2], strict=True))
     assert [request.tokens for request in found] == [[0] * 4, [1] * 4, [2] * 4]
@@ -172,6 +173,16 @@ def test_the_throughput_command(without_engines, tmp_path, capfd):
     assert [(row["method"], row["rate"]) for row in found] == [(m, r) for r in (1.0, 8.0) for m in ("plain", "eesd")]
     assert all(row["requests"] == 5 and row["git_sha"] and row["hardware"] for row in found)
     assert "requests/s" in capfd.readouterr().out
+
+
+def test_requests_that_sample_are_not_compared(without_engines, tmp_path, capfd):
+    out = tmp_path / "rows.json"
+    flags = ["--model", "M", "--workload", "mixed", "--methods", "plain,eesd", "--temperature", "2", "--rate", "1"]
+    assert cli.main(["bench", "throughput", *flags, "--requests", "5", "--rounds", "3", "--json", str(out)]) == 0
+    found = json.loads(out.read_text())
+    assert {(row["identical"], row["temperature"]) for row in found} == {(None, 2.0)}
+    assert {settings.temperature for _, settings in without_engines} == {2.0}
+    assert found[1]["latency_ratio"] is not None and found[0]["prompts"].endswith("models/prompts/mixed.jsonl")
 
 
 def test_the_sweep_command_measures_every_combination(without_engines, tmp_path, capfd):

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from vllm_eesd.policy.costs import CostModel
 from vllm_eesd.simulate.synthetic import synthetic_trace
 from vllm_eesd.simulate.world import default_costs
-from vllm_eesd.trace import DenseTrace, RequestTrace, read_trace, write_trace
+from vllm_eesd.trace import DenseRecorder, DenseTrace, RequestTrace, read_trace, write_trace
 
 TRACE = DenseTrace(
     model="m",
@@ -46,8 +47,39 @@ def test_a_trace_is_small(tmp_path):
     assert (tmp_path / "t.gz").stat().st_size < 2 * 8 * 2000
 
 
+def test_texts_survive_their_file_and_requests_may_lack_them(tmp_path):
+    (silent,) = TRACE.requests
+    told = replace(silent, prompt=np.array([5, 4095], dtype=np.int32), emitted=np.array([7, 8, 9, 7], dtype=np.int32))
+    write_trace(tmp_path / "t", replace(TRACE, requests=[silent, told]))
+    first, second = read_trace(tmp_path / "t").requests
+    assert first.prompt is None and first.emitted is None and not len(first.text()) and first.num_tokens(2) == 0
+    assert second.text().tolist() == [5, 4095, 7, 8, 9, 7] and second.text().dtype == np.int32
+    assert second.num_tokens(0) == 3 and second.first(1).num_tokens(0) == 3 and len(second.first(1).matches) == 1
+
+
+def test_a_trace_of_version_1_holds_no_texts(tmp_path):
+    write_trace(tmp_path / "t", TRACE)
+    lines = [json.loads(line) for line in (tmp_path / "t").read_text().splitlines()]
+    lines[0]["version"], lines[1]["prompt"] = 1, "whatever this was then"
+    (tmp_path / "t").write_text("\n".join(map(json.dumps, lines)))
+    (request,) = read_trace(tmp_path / "t").requests
+    assert request.prompt is None and request.matches.tolist() == [0, 2, 1]
+
+
+def test_the_recorder_keeps_the_text_it_judges_by():
+    recorder = DenseRecorder(2)
+    emitted = [3, 4, 3, 4, 5]
+    for token in emitted:
+        if "a" not in recorder:
+            recorder.begin("a", [1, 2])
+        recorder.add(["a"], [[token]], [[4, 3]], np.array([[0.5, 0.25]], dtype=np.float32))
+    (request,) = recorder.requests()
+    assert request.matches.tolist() == [2, 0, 1]  # the last two positions' outcomes are not known
+    assert request.prompt.tolist() == [1, 2] and request.emitted.tolist() == emitted
+
+
 LINES = [
-    {"format": "eesd-trace", "version": 1, "model": "m", "workload": "w", "num_speculative_tokens": 2},
+    {"format": "eesd-trace", "version": 2, "model": "m", "workload": "w", "num_speculative_tokens": 2},
     {"matches": [1], "confidences": [500, 400]},
 ]
 
@@ -56,7 +88,8 @@ LINES = [
     ("line", "change", "named"),
     [
         (0, {"format": "other"}, "line 1"),
-        (0, {"version": 2}, "version"),
+        (0, {"version": 3}, "version"),
+        (0, {"version": True}, "version"),
         (0, {"num_speculative_tokens": 0}, "num_speculative_tokens=0"),
         (0, {"num_speculative_tokens": "2"}, "num_speculative_tokens='2'"),
         (0, {"prior": [1]}, "prior"),
@@ -67,6 +100,17 @@ LINES = [
         (1, {"confidences": [500]}, "line 2"),
         (1, {"confidences": [500, 1001]}, "0 to 1000"),
         (1, {"matches": None}, "line 2"),
+        (1, {"prompt": [1]}, "emitted"),
+        (1, {"emitted": [1]}, "prompt"),
+        (1, {"prompt": [], "emitted": []}, "at least 1 emitted"),
+        (1, {"prompt": [1], "emitted": [-1]}, "0 to 2147483647"),
+        (1, {"prompt": [1 << 31], "emitted": [1]}, "0 to 2147483647"),
+        (1, {"prompt": [1 << 70], "emitted": [1]}, "whole numbers"),
+        (1, {"prompt": [1.5], "emitted": [1]}, "whole numbers"),
+        (1, {"prompt": [[1]], "emitted": [1]}, "whole numbers"),
+        (1, {"prompt": None, "emitted": [1]}, "whole numbers"),
+        (1, {"prompt": [True], "emitted": [1]}, "whole numbers"),
+        (1, {"prompt": [0] * (1 << 20), "emitted": [1]}, "at most 1048576"),
     ],
 )
 def test_a_wrong_line_is_named(tmp_path, line, change, named):

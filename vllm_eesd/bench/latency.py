@@ -18,7 +18,7 @@ from rich.table import Table
 from vllm_eesd.bench.engines import METHODS, OURS, EngineSettings, encode_prompts, running_engines
 from vllm_eesd.bench.hardware import provenance
 from vllm_eesd.bench.measure import Engine, measure, rows
-from vllm_eesd.bench.prompts import read_prompts
+from vllm_eesd.bench.prompts import chosen_file, read_prompts
 
 
 def run(args: argparse.Namespace) -> int:
@@ -28,10 +28,17 @@ def run(args: argparse.Namespace) -> int:
         ValueError: a flag, the prompts or the model are not usable; one line.
     """
     settings = EngineSettings(
-        args.model, args.head, args.dtype, args.num_speculative_tokens, args.policy, peers=args.peers
+        args.model,
+        args.head,
+        args.dtype,
+        args.num_speculative_tokens,
+        args.policy,
+        peers=args.peers,
+        temperature=args.temperature,
     )
     check_methods(args.methods, settings)
-    texts = read_prompts(args.prompts)
+    source = chosen_file(args)
+    texts = read_prompts(source)
     sizes = {"max_tokens": args.max_tokens, "rounds": args.rounds}
     check_sizes(len(texts), args.batch, **sizes)
     console = open_console()
@@ -40,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
         results = []
         with running_engines(args.methods, settings, max_model_len, progress) as engines:
             for batch in args.batch:
-                results += measured_rows(engines, settings, prompts, args.prompts, batch, progress, **sizes)
+                results += measured_rows(engines, settings, prompts, source, batch, progress, **sizes)
     if args.json:
         write_json(Path(args.json), results)
     console.print(results_table(results))
@@ -68,8 +75,8 @@ def measured_rows(
     runs = measure(engines, prompts, batch=batch, max_tokens=max_tokens, rounds=rounds, progress=progress)
     shared = {"model": settings.model, "head": settings.head, "dtype": settings.dtype, "max_tokens": max_tokens}
     shared |= {"rounds": rounds, **provenance(), "prompts": str(source), "num_prompts": len(prompts)}
-    shared |= {"policy": settings.policy}
-    measured = rows(runs, exact=settings.dtype == "float32")
+    shared |= {"policy": settings.policy, "temperature": settings.temperature}
+    measured = rows(runs, exact=settings.exact, compared=settings.temperature == 0)
     return [{"method": row.pop("method"), "batch": batch, **row, **shared} for row in measured]
 
 

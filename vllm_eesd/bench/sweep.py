@@ -23,7 +23,7 @@ from vllm_eesd.bench.latency import (
     write_json,
 )
 from vllm_eesd.bench.measure import measure, rows
-from vllm_eesd.bench.prompts import read_prompts
+from vllm_eesd.bench.prompts import chosen_file, read_prompts
 
 OWN_HEAD = "head"
 
@@ -36,7 +36,8 @@ def run(args: argparse.Namespace) -> int:
     """
     base = EngineSettings(args.model, args.head, args.dtype)
     chosen = list(combinations(base, args.exit_layers, args.lengths, args.policies))
-    texts = read_prompts(args.prompts)
+    source = chosen_file(args)
+    texts = read_prompts(source)
     sizes = {"max_tokens": args.max_tokens, "rounds": args.rounds}
     check_sizes(len(texts), args.batch, **sizes)
     console = open_console()
@@ -51,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
                         runs = measure({**plain, **eesd}, prompts, batch=batch, progress=progress, **sizes)
                         (row,) = [row for row in rows(runs, exact=base.dtype == "float32") if row["method"] == "eesd"]
                         results.append(describe(settings, batch) | row)
-    shared = {"model": base.model, "head": base.head, "dtype": base.dtype, "prompts": str(args.prompts), **sizes}
+    shared = {"model": base.model, "head": base.head, "dtype": base.dtype, "prompts": str(source), **sizes}
     results = [row | shared | provenance() for row in results]
     if args.json:
         write_json(Path(args.json), results)

@@ -11,11 +11,12 @@ from typing import Any, Protocol
 import numpy as np
 from rich.table import Table
 
-from vllm_eesd.bench.engines import EngineSettings, Served, encode_prompts, running_engines
+from vllm_eesd.bench.engines import EngineSettings, encode_prompts, running_engines
 from vllm_eesd.bench.hardware import provenance
 from vllm_eesd.bench.latency import check_methods, check_sizes, open_console, reporting, write_json
 from vllm_eesd.bench.measure import bootstrap_interval, first_difference, rotated
-from vllm_eesd.bench.prompts import read_prompts
+from vllm_eesd.bench.prompts import chosen_file, read_prompts
+from vllm_eesd.bench.vllm_engine import Served
 
 
 class Server(Protocol):
@@ -34,10 +35,17 @@ def run(args: argparse.Namespace) -> int:
         ValueError: a flag, the prompts or the model are not usable; one line.
     """
     settings = EngineSettings(
-        args.model, args.head, args.dtype, args.num_speculative_tokens, args.policy, peers=args.peers
+        args.model,
+        args.head,
+        args.dtype,
+        args.num_speculative_tokens,
+        args.policy,
+        peers=args.peers,
+        temperature=args.temperature,
     )
     check_methods(args.methods, settings)
-    texts = read_prompts(args.prompts)
+    source = chosen_file(args)
+    texts = read_prompts(source)
     check_sizes(len(texts), [1], max_tokens=args.max_tokens, rounds=args.rounds, requests=args.requests)
     console = open_console()
     with reporting(console) as progress:
@@ -47,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
         results = []
         with running_engines(args.methods, settings, max_model_len, progress) as engines:
             for rate in args.rate:
-                results += measured_rows(engines, settings, requests, args.prompts, rate, progress, **sizes)
+                results += measured_rows(engines, settings, requests, source, rate, progress, **sizes)
     if args.json:
         write_json(Path(args.json), results)
     console.print(results_table(results))
@@ -75,7 +83,9 @@ def measured_rows(
     runs = measure_rate(engines, requests, rate, max_tokens, rounds, seed, progress)
     shared = {"model": settings.model, "head": settings.head, "dtype": settings.dtype, "policy": settings.policy}
     shared |= {"prompts": str(source), "requests": len(requests), "max_tokens": max_tokens, "rounds": rounds}
-    return [{"rate": rate, **row, **shared, "seed": seed, **provenance()} for row in rows(runs)]
+    shared |= {"seed": seed, "temperature": settings.temperature}
+    measured = rows(runs, compared=settings.temperature == 0)
+    return [{"rate": rate, **row, **shared, **provenance()} for row in measured]
 
 
 def poisson_arrivals(num_requests: int, rate: float, seed: int) -> list[float]:
@@ -111,13 +121,15 @@ def measure_rate(
     return runs
 
 
-def rows(runs: Mapping[str, list[list[Served]]]) -> list[dict[str, Any]]:
+def rows(runs: Mapping[str, list[list[Served]]], compared: bool = True) -> list[dict[str, Any]]:
     """Return one row per method.
 
+    Args:
+        compared: whether outputs are compared with plain's; not where they are sampled.
     Returns:
         tokens_per_s of the whole run, medians over its rounds; latency_s, to the last token, and its 95th percentile;
         first_token_s; ms_per_token behind the first; latency_ratio: plain's mean latency over the method's, paired by
-        round, and its bootstrap interval; identical: whether every output is plain's.
+        round, and its bootstrap interval; identical: whether every output is plain's, None if not compared.
     """
     result = []
     for method, rounds in runs.items():
@@ -133,11 +145,11 @@ def rows(runs: Mapping[str, list[list[Served]]]) -> list[dict[str, Any]]:
             "first_token_s": round(statistics.median(r.first - r.arrived for r in served), 4),
             "ms_per_token": round(statistics.median(later), 3) if later else None,
         }
-        result.append(row | _compared(rounds, runs.get("plain")))
+        result.append(row | _beside_plain(rounds, runs.get("plain"), compared))
     return result
 
 
-def _compared(rounds: list[list[Served]], plain: list[list[Served]] | None) -> dict[str, Any]:
+def _beside_plain(rounds: list[list[Served]], plain: list[list[Served]] | None, compared: bool) -> dict[str, Any]:
     if plain is None:
         return {"latency_ratio": None, "latency_ratio_interval": None, "identical": None}
     ratios = [_mean_latency(theirs) / _mean_latency(ours) for ours, theirs in zip(rounds, plain, strict=True)]
@@ -146,7 +158,7 @@ def _compared(rounds: list[list[Served]], plain: list[list[Served]] | None) -> d
     return {
         "latency_ratio": round(statistics.median(ratios), 3),
         "latency_ratio_interval": bootstrap_interval(ratios),
-        "identical": not any(differences),
+        "identical": not any(differences) if compared else None,
     }
 
 

@@ -22,6 +22,9 @@ TIMED_TOKENS = 24
 #: Drafts to the end, and wants every confidence: what a dense trace holds.
 TO_THE_END = {"policy": "confidence", "policy_args": {"threshold": 0.0}}
 
+#: Of a request's arrays, which travel as lists.
+DTYPES = {"matches": np.int64, "confidences": np.float32, "prompt": np.int32, "emitted": np.int32}
+
 
 def run(args: argparse.Namespace) -> int:
     """Record a dense trace and write it.
@@ -59,8 +62,8 @@ def run(args: argparse.Namespace) -> int:
     head = args.head or Path(args.model) / "eesd"
     prior = ExitHeadConfig.load(head).prior
     requests = [
-        RequestTrace(np.array(r["matches"], dtype=np.int64), np.array(r["confidences"], dtype=np.float32))
-        for r in recorded
+        RequestTrace(**{name: np.array(values, dtype=DTYPES[name]) for name, values in request.items()})
+        for request in recorded
     ]
     depth = settings.num_speculative_tokens
     name = Path(args.model).resolve().name if Path(args.model).exists() else args.model

@@ -218,6 +218,10 @@ class EarlyExitProposer:
         """Return the drafts to verify; while they are recorded, none."""
         if self.recorder is None:
             return drafts
+        for row, request_id in enumerate(batch.req_ids):
+            if request_id not in self.recorder:
+                prompt = batch.token_ids_cpu[row, : batch.num_prompt_tokens[row]]
+                self.recorder.begin(request_id, prompt.tolist())
         self.recorder.add(batch.req_ids, emitted, drafts, self.policy.confidences_of(slots))
         return [[] for _ in drafts]
 

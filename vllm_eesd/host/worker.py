@@ -45,7 +45,7 @@ class WorkerExtension:
         """Stop that, and return the requests of `vllm_eesd.trace.DenseTrace` as plain mappings."""
         recorder, self._drafter.recorder = self._drafter.recorder, None
         requests = [] if recorder is None else recorder.requests()
-        return [{"matches": r.matches.tolist(), "confidences": r.confidences.tolist()} for r in requests]
+        return [{name: array.tolist() for name, array in vars(request).items()} for request in requests]
 
     def eesd_take_rounds(self) -> list[dict[str, Any]]:
         """Return the rounds since the last call as plain mappings; the first call starts the recording."""

@@ -7,6 +7,7 @@ from typing import Protocol
 
 import numpy as np
 
+from vllm_eesd.continuations import NgramContinuations
 from vllm_eesd.drafting import draft_round
 from vllm_eesd.policy import DraftLengthPolicy
 from vllm_eesd.simulate.world import World
@@ -23,6 +24,8 @@ class Batch:
         limits: [num_rows] int64, the longest draft each may have.
         matches: [num_rows] int64, how many tokens of a longest draft would be accepted; for hindsight only.
         confidences: [num_rows, K] float32.
+        texts: [slots, any] int32, prompt and output of each slot's request to its end.
+        num_tokens: [num_rows] int64, how much of its text there is by now; 0 where it was not recorded.
     """
 
     slots: np.ndarray
@@ -30,13 +33,20 @@ class Batch:
     limits: np.ndarray
     matches: np.ndarray
     confidences: np.ndarray
+    texts: np.ndarray
+    num_tokens: np.ndarray
+
+    def copy(self, row: int, tokens: list[int]) -> None:
+        """Replace a row's recorded draft by these tokens: `matches` counts those that its text goes on with."""
+        followed = self.texts[self.slots[row], self.num_tokens[row] :][: len(tokens)]
+        self.matches[row] = np.cumprod(followed == tokens[: len(followed)]).sum()
 
 
 class Drafter(Protocol):
     """Decides drafts in a replay."""
 
     def draft(self, batch: Batch, world: World) -> tuple[np.ndarray, np.ndarray]:
-        """Return ([num_rows] tokens drafted, [num_rows] of those submitted for verification)."""
+        """Return ([num_rows] tokens drafted, [num_rows] submitted for verification: of those, or copied)."""
 
     def observe(self, batch: Batch, num_verified: np.ndarray, num_accepted: np.ndarray, ms: float) -> None:
         """Take in the step's outcome and its true time."""
@@ -51,7 +61,7 @@ class Replay:
         plain_ms: what a plain step of the same batch would have taken.
         tokens: emitted in each step.
         num_reqs: requests in each step.
-        draft_lengths: of every request in every step.
+        draft_lengths: of every request in every step, drafted or copied.
     """
 
     ms: list[float] = field(default_factory=list)
@@ -87,12 +97,15 @@ def replay(
     waiting = [request for request in reversed(trace.requests) if len(request.matches)]
     running: list = [None] * batch_size
     position = np.zeros(batch_size, dtype=np.int64)
+    texts = np.zeros((batch_size, max([len(request.text()) for request in waiting], default=0)), dtype=np.int32)
     result = Replay()
     while True:
         new = np.zeros(batch_size, dtype=bool)
         for slot in range(batch_size):
             if running[slot] is None and waiting:
                 running[slot], position[slot], new[slot] = waiting.pop(), 0, True
+                text = running[slot].text()
+                texts[slot, : len(text)] = text
         slots = np.array([slot for slot in range(batch_size) if running[slot] is not None], dtype=np.int64)
         if not len(slots):
             return result
@@ -103,6 +116,8 @@ def replay(
             limits=np.minimum(longest, remaining - 1),
             matches=np.array([running[slot].matches[position[slot]] for slot in slots]),
             confidences=np.stack([running[slot].confidences[position[slot]] for slot in slots]),
+            texts=texts,
+            num_tokens=np.array([running[slot].num_tokens(position[slot]) for slot in slots]),
         )
         emitted = _step(batch, drafter, world, result)
         position[slots] += emitted
@@ -125,12 +140,15 @@ def _step(batch: Batch, drafter: Drafter, world: World, result: Replay) -> np.nd
     result.plain_ms.append(world.plain_ms(num_reqs))
     result.tokens.append(num_reqs + int(num_accepted.sum()))
     result.num_reqs.append(num_reqs)
-    result.draft_lengths.extend(num_drafted.tolist())
+    result.draft_lengths.extend(np.maximum(num_drafted, num_verified).tolist())
     return num_accepted + 1
 
 
 class PolicyDrafter:
     """A policy in a replay, driven by the same round loop as in the engine; it sees measurements only.
+
+    Where it copies text and the trace holds texts, it is offered n-gram continuations of at most the trace's longest
+    draft.
 
     Args:
         policy: fresh.
@@ -138,19 +156,41 @@ class PolicyDrafter:
 
     def __init__(self, policy: DraftLengthPolicy) -> None:
         self.policy = policy
+        self._continuations: NgramContinuations | None = None
 
     def draft(self, batch: Batch, world: World) -> tuple[np.ndarray, np.ndarray]:
         if batch.new.any():
             self.policy.reset(batch.slots[batch.new])
         recorded = _RecordedDrafts(batch, self.policy, world)
-        drafts = draft_round(recorded, self.policy, batch.slots, np.zeros(len(batch.slots), np.int64), batch.limits)
-        num_drafted = np.array([len(draft) for draft in drafts])
+        nothing = np.zeros(len(batch.slots), np.int64)
+        continuations = self._continue_texts(batch)
+        drafts = draft_round(recorded, self.policy, batch.slots, nothing, batch.limits, continuations)
+        num_verified = np.array([len(draft) for draft in drafts])
+        # A round in which nobody may draft does not ask the policy, whose answer is then the last round's.
+        copied = (self.policy.copied_of(batch.slots) > 0) & (num_verified > 0)
+        for row in np.flatnonzero(copied).tolist():
+            batch.copy(row, drafts[row])
+        num_drafted = np.where(copied, 0, num_verified)
         if num_drafted.any():
             self.policy.costs.observe_draft_round(len(drafts), world.measured(world.draft_round_ms(len(drafts))))
-        num_drafts = int(num_drafted.sum())
+        num_drafts = int(num_verified.sum())
         ms = world.measured(world.verify_ms(len(drafts), num_drafts))
         self.policy.costs.observe_verify(len(drafts), len(drafts) + num_drafts, ms)
-        return num_drafted, num_drafted
+        return num_drafted, num_verified
+
+    def _continue_texts(self, batch: Batch) -> NgramContinuations | None:
+        """Return what the rows' texts suggest; None if the policy does not ask or nobody's text is known."""
+        if not self.policy.copies_text:
+            return None
+        if self._continuations is None:
+            if not batch.texts.shape[1]:
+                return None
+            self._continuations = NgramContinuations(self.policy.posterior.max_num_reqs, batch.confidences.shape[1])
+        self._continuations.reset(batch.slots[batch.new])
+        rows = np.flatnonzero((batch.num_tokens > 0) & (batch.limits > 0))
+        slots = batch.slots[rows]
+        self._continuations.update(slots, batch.texts, slots, batch.num_tokens[rows], np.ones(len(rows), dtype=bool))
+        return self._continuations
 
     def observe(self, batch: Batch, num_verified: np.ndarray, num_accepted: np.ndarray, ms: float) -> None:
         self.policy.observe(batch.slots, num_verified, num_accepted)

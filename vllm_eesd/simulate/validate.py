@@ -111,7 +111,7 @@ def closed_batches(setting: Setting, costs: dict[str, Any], batch: int, prompt_m
     model.restore(costs)
     trace, world = setting.trace, World(costs, seed=setting.seed)
     # The prompt gives the first token; the rest are decoded.
-    requests = [_first(request, setting.tokens - 1) for request in trace.requests]
+    requests = [request.first(setting.tokens - 1) for request in trace.requests]
     posterior = BetaPosterior(batch, *trace.prior)
     policy = build_policy(setting.policy, posterior, setting.seed, {}, model, setting.calibration)
     without_ms = with_ms = 0.0
@@ -128,10 +128,6 @@ def _plain_share(costs: dict[str, Any], plain: dict[int, tuple[float, float]], b
     idle = {int(size): ms for size, curve in costs["verify_ms"].items() for drafts, ms in curve if drafts == 0}
     shares = [ms / idle[size] for size, (_, ms) in plain.items() if size != batch and size in idle]
     return median(shares) if shares else 1.0
-
-
-def _first(request: RequestTrace, count: int) -> RequestTrace:
-    return RequestTrace(request.matches[:count], request.confidences[:count])
 
 
 def _groups(requests: Sequence[RequestTrace], size: int) -> list[Sequence[RequestTrace]]:

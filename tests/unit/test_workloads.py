@@ -1,0 +1,66 @@
+"""The shipped prompts are what benchmarks/make_workloads.py makes, and what their names promise."""
+
+import importlib.util
+import json
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PROMPTS, MODEL = ROOT / "models" / "prompts", ROOT / "models" / "eesd-code-10m"
+
+
+@cache
+def maker():
+    spec = importlib.util.spec_from_file_location("make_workloads", ROOT / "benchmarks" / "make_workloads.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@cache
+def tokenizer():
+    transformers = pytest.importorskip("transformers", reason="prompts are counted in the model's tokens")
+    return transformers.AutoTokenizer.from_pretrained(MODEL)
+
+
+def shipped(name):
+    return [json.loads(line) for line in (PROMPTS / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def num_tokens(prompt):
+    return len(tokenizer()(prompt["prompt"])["input_ids"])
+
+
+def test_the_shipped_prompts_are_the_ones_made_here():
+    made = maker().make_workloads(shipped("held_out_code"), 16, tokenizer())
+    assert made == {name: shipped(name) for name in made}
+    assert sum(path.stat().st_size for path in PROMPTS.iterdir()) < 160_000
+
+
+def test_long_contexts_fill_the_positions_and_leave_room_for_64_tokens():
+    positions = json.loads((MODEL / "config.json").read_text())["max_position_embeddings"]
+    lengths = [num_tokens(prompt) for prompt in shipped("long_context")]
+    assert all(1850 <= length <= positions - 64 for length in lengths)
+    assert len({prompt["prompt"][-200:] for prompt in shipped("long_context")}) == len(lengths)
+
+
+def test_too_little_code_for_a_long_context_is_refused():
+    with pytest.raises(ValueError, match="too few to fill 1920 tokens"):
+        maker().long_context(shipped("held_out_code")[:3], lambda text: num_tokens({"prompt": text}))
+
+
+def test_a_conversation_ends_where_the_next_reply_starts():
+    for prompt in shipped("multi_turn"):
+        requests = [line for line in prompt["prompt"].splitlines() if line.startswith(("# Show me", "# Now call"))]
+        assert len(requests) == 4 and prompt["prompt"].endswith(requests[-1] + "\n\n")
+        before, after = prompt["prompt"].split(requests[1])[0], prompt["prompt"].split(requests[1])[1]
+        old, new = requests[1].split("`")[1], requests[1].split("`")[3]
+        assert old in before and new in after.split(requests[2])[0]
+
+
+def test_the_mixture_is_a_third_of_each_in_turn():
+    mixed = shipped("mixed")
+    for start, name in enumerate(("held_out_code", "repetitive_code", "random_tokens")):
+        assert mixed[start::3] == shipped(name)[:16]

@@ -1,0 +1,128 @@
+"""One vLLM engine as the measurements see it: batches, streams, requests that arrive, and the drafter's numbers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class Served:
+    """What became of one request; times in seconds since the first could arrive.
+
+    Attributes:
+        arrived: when it was to arrive: waiting for the engine to take it counts as its latency.
+        first, last: when its first and its last token came.
+        tokens: generated.
+    """
+
+    arrived: float
+    first: float = 0.0
+    last: float = 0.0
+    tokens: list[int] = field(default_factory=list)
+
+    def add(self, tokens: list[int], now: float) -> None:
+        """Take in tokens that came now."""
+        if tokens:
+            self.first, self.last = self.first if self.tokens else now, now
+            self.tokens += tokens
+
+
+class VllmEngine:
+    """A `vllm.LLM` behind the interface that `measure` wants (`measure.Engine`).
+
+    Args:
+        llm: the engine.
+        drafts: whether EESD runs in it, so that it can be asked for its numbers.
+        temperature: of every request, 0 to 2; 0 is greedy.
+    """
+
+    def __init__(self, llm: Any, drafts: bool, temperature: float = 0.0) -> None:
+        self._llm = llm
+        self._drafts = drafts
+        self._temperature = temperature
+
+    def at(self, temperature: float) -> VllmEngine:
+        """Return the same engine, asked to sample at another temperature."""
+        return VllmEngine(self._llm, self._drafts, temperature)
+
+    def generate(
+        self,
+        prompts: list[list[int]],
+        max_tokens: int,
+        ignore_eos: bool = True,
+        options: Mapping[str, Any] | None = None,
+    ) -> list[list[int]]:
+        from vllm import TokensPrompt
+
+        inputs = [TokensPrompt(prompt_token_ids=tokens) for tokens in prompts]
+        params = self._params(max_tokens, ignore_eos=ignore_eos, options=options)
+        outputs = self._llm.generate(inputs, params, use_tqdm=False)
+        return [list(output.outputs[0].token_ids) for output in outputs]
+
+    def stream(self, prompts: list[list[int]], max_tokens: int) -> Iterator[list[tuple[int, list[int]]]]:
+        from vllm.inputs import tokens_input
+        from vllm.sampling_params import RequestOutputKind
+
+        engine = self._llm.llm_engine
+        for index, tokens in enumerate(prompts):
+            engine.add_request(str(index), tokens_input(tokens), self._params(max_tokens, RequestOutputKind.DELTA))
+        while engine.has_unfinished_requests():
+            yield [(int(output.request_id), list(output.outputs[0].token_ids)) for output in engine.step()]
+
+    def serve(self, prompts: list[list[int]], arrivals: list[float], max_tokens: int) -> list[Served]:
+        """Generate as requests arrive; see `vllm_eesd.bench.throughput.Server`."""
+        from vllm.inputs import tokens_input
+        from vllm.sampling_params import RequestOutputKind
+
+        engine, params = self._llm.llm_engine, self._params(max_tokens, RequestOutputKind.DELTA)
+        served, begun, began = [Served(arrival) for arrival in arrivals], 0, time.perf_counter()
+        while begun < len(prompts) or engine.has_unfinished_requests():
+            while begun < len(prompts) and arrivals[begun] <= time.perf_counter() - began:
+                engine.add_request(str(begun), tokens_input(prompts[begun]), params)
+                begun += 1
+            if not engine.has_unfinished_requests():
+                time.sleep(max(0.0, arrivals[begun] - (time.perf_counter() - began)))
+                continue
+            outputs, now = engine.step(), time.perf_counter() - began
+            for output in outputs:
+                served[int(output.request_id)].add(list(output.outputs[0].token_ids), now)
+        return served
+
+    def forget_prefixes(self) -> None:
+        if not self._llm.reset_prefix_cache():
+            raise RuntimeError("the prefix cache could not be emptied: a request still holds blocks of it")
+
+    def reset_statistics(self) -> None:
+        if self._drafts:
+            self._llm.collective_rpc("eesd_reset_stats")
+
+    def statistics(self) -> Mapping[str, Any] | None:
+        return self._llm.collective_rpc("eesd_stats")[0] if self._drafts else None
+
+    def costs(self) -> dict[str, Any]:
+        """Return what EESD has learned steps cost, `vllm_eesd.policy.CostModel.state`."""
+        return self._llm.collective_rpc("eesd_costs")[0]
+
+    def take_rounds(self) -> list[Mapping[str, Any]]:
+        """Return the drafter's rounds since the last call; the first call starts the recording."""
+        return self._llm.collective_rpc("eesd_take_rounds")[0] if self._drafts else []
+
+    def close(self) -> None:
+        self._llm.llm_engine.engine_core.shutdown()
+
+    def _params(
+        self,
+        max_tokens: int,
+        output_kind: Any = None,
+        ignore_eos: bool = True,
+        options: Mapping[str, Any] | None = None,
+    ) -> Any:
+        from vllm import SamplingParams
+
+        kind = {} if output_kind is None else {"output_kind": output_kind}
+        kind |= {"extra_args": dict(options)} if options else {}
+        # In a comparison exactly max_tokens tokens, whatever the method: an early end would shorten the work.
+        return SamplingParams(temperature=self._temperature, max_tokens=max_tokens, ignore_eos=ignore_eos, **kind)
