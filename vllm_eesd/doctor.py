@@ -154,7 +154,8 @@ def check_runner(environment) -> Check | None:
     if environment.platform == "cpu":
         graphs = "no CUDA graphs on a CPU"
     else:
-        graphs = "CUDA graphs: the engine's log names those of verification and of draft steps"
+        default = f"{environment.graph_mode} by default; " if environment.graph_mode else ""
+        graphs = f"CUDA graphs: {default}the engine's log names those of verification and of draft steps"
     return Check("model runner", OK, f"{found}; {graphs}")
 
 

@@ -25,7 +25,7 @@ def generate(options: argparse.Namespace, spec: dict | None) -> list[list[tuple[
     from vllm import LLM, SamplingParams
     from vllm.distributed import cleanup_dist_env_and_memory
 
-    extra = json.loads(options.engine) | ({"speculative_config": spec} if spec else {})
+    extra = options.engine | ({"speculative_config": spec} if spec else {})
     llm = LLM(
         options.model, dtype=options.dtype, max_model_len=1024, seed=0, distributed_executor_backend="uni", **extra
     )
@@ -67,7 +67,9 @@ def main() -> int:
     parser.add_argument("--num-prompts", type=int, default=32)
     parser.add_argument("--max-tokens", type=int, default=256)
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
-    parser.add_argument("--engine", default='{"gpu_memory_utilization": 0.3}', help="further arguments of vllm.LLM")
+    parser.add_argument(
+        "--engine", type=json.loads, default='{"gpu_memory_utilization": 0.3}', help="further arguments of vllm.LLM"
+    )
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"

@@ -1,6 +1,7 @@
 """The verification reference: against a literal float64 version, by distribution, and against vLLM's V1 sampler."""
 
 import itertools
+import sys
 
 import pytest
 import torch
@@ -260,7 +261,10 @@ def vllm_tokens(batch, full, greedy, bonus_token_ids):
     from vllm.v1.sample import rejection_sampler
 
     if not hasattr(rejection_sampler.expand_kernel, "_impl"):  # an engine in this process has done it
-        current_platform.register_triton_kernel_overrides()
+        with pytest.MonkeyPatch.context() as patch:
+            # vLLM looks into every module's objects; llvmlite's `lib`, once other tests imported it, fails when asked.
+            patch.delitem(sys.modules, "llvmlite.binding.ffi", raising=False)
+            current_platform.register_triton_kernel_overrides()
     num_drafts = (batch.cu_num_logits.diff() - 1).tolist()
     rows = torch.cat([torch.arange(int(s), int(s) + k) for s, k in zip(batch.cu_num_logits, num_drafts, strict=False)])
     temperature = batch.temperature[batch.idx_mapping]

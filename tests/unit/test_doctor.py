@@ -208,8 +208,19 @@ def test_the_runner_and_its_graphs_are_named(machine, examine):
     machine.environment = Environment("0.32.0", "cuda", "V2", "Triton works here", None)
     code, checks, _ = examine()
     assert (code, checks["platform"]["status"]) == (0, "warning")
-    assert checks["model runner"]["found"].startswith("V2 (Triton works here); CUDA graphs: ")
+    assert checks["model runner"]["found"].startswith("V2 (Triton works here); CUDA graphs: the engine's log")
+    machine.environment = Environment("0.32.0", "cuda", "V2", "Triton works here", None, "FULL_AND_PIECEWISE")
+    _, checks, _ = examine()
+    assert "CUDA graphs: FULL_AND_PIECEWISE by default; the engine's log" in checks["model runner"]["found"]
     assert checks["seams"]["found"] == "all 2 fit"
+
+
+def test_the_default_graph_mode_is_vllms_own():
+    from vllm.config.compilation import CUDAGraphMode
+
+    from vllm_eesd.host.environment import read_environment
+
+    assert CUDAGraphMode[read_environment().graph_mode] == CUDAGraphMode.FULL_AND_PIECEWISE
 
 
 def test_v1_on_a_gpu_is_refused(machine, examine):

@@ -1,5 +1,6 @@
 """benchmarks/gpu/run_all.sh without a GPU: every stage up to where work would begin, and what a second run repeats."""
 
+import json
 import os
 import subprocess
 import sys
@@ -10,7 +11,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 #: In place of the interpreter: understands a stage's arguments as the stage would, and does none of its work.
 STAND_IN = """
-import argparse, os, runpy, sys
+import argparse, json, os, runpy, sys
 
 arguments = sys.argv[1:]
 parse = argparse.ArgumentParser.parse_args
@@ -23,6 +24,9 @@ def parse_and_stop(parser, *args):
         from vllm_eesd.bench.prompts import read_prompts
         check_methods(options.methods, EngineSettings(options.model))
         check_sizes(len(read_prompts(options.prompts)), options.batch)
+    if isinstance(getattr(options, "engine", None), dict):
+        with open(os.environ["STAND_IN_LOG"] + ".engines", "a") as log:
+            print(json.dumps(options.engine), file=log)
     raise SystemExit(0)
 
 with open(os.environ["STAND_IN_LOG"], "a") as log:
@@ -66,11 +70,22 @@ def test_every_stage_is_understood_and_only_failed_ones_are_repeated(run_all):
     status, commands, printed = run_all(STAND_IN_FAILS="8b")
     assert status == 1, printed
     assert printed.count("failed with status") == 1 and "end_to_end_8b (at most" in printed
-    assert len(commands) == printed.count("(at most") == 10
+    assert len(commands) == printed.count("(at most") == 12
     status, commands, printed = run_all()
     assert (status, [command.split()[1] for command in commands]) == (0, ["8b"]), printed
     assert run_all()[:2] == (0, [])
     assert len(run_all("smoke")[1]) == 1  # asked for by name: done or not
+
+
+def test_without_a_compiler_or_without_graphs_output_is_the_same_too(run_all, tmp_path):
+    """Each of the two reaches vLLM as it is meant: quotes and all."""
+    status, commands, printed = run_all("eager", "graphs_alone")
+    assert status == 0, printed
+    assert all("lossless.py --dtype float32" in command for command in commands) and len(commands) == 2
+    eager, graphs_alone = map(json.loads, (tmp_path / "log.engines").read_text().splitlines())
+    assert eager.pop("enforce_eager") is True
+    assert graphs_alone.pop("compilation_config") == {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+    assert set(eager) == set(graphs_alone) == {"gpu_memory_utilization"}
 
 
 def test_nothing_runs_where_there_is_no_driver_or_no_such_stage(run_all):

@@ -15,6 +15,7 @@ class Environment:
         runner: "V1" or "V2", the model runner of a plain engine.
         runner_reason: why vLLM takes that one.
         forced_runner: value of VLLM_USE_V2_MODEL_RUNNER, None where it is not set.
+        graph_mode: the CUDA graph mode vLLM takes by itself on a GPU, None where it does not say.
     """
 
     version: str
@@ -22,6 +23,7 @@ class Environment:
     runner: str
     runner_reason: str
     forced_runner: bool | None
+    graph_mode: str | None = None
 
 
 def read_environment() -> Environment:
@@ -38,4 +40,15 @@ def read_environment() -> Environment:
         runner, reason = "V2", "Triton works here"
     else:
         runner, reason = "V1", "V2 needs Triton, which does not work here"
-    return Environment(vllm.__version__, current_platform.device_type, runner, reason, forced)
+    return Environment(vllm.__version__, current_platform.device_type, runner, reason, forced, _graph_mode())
+
+
+def _graph_mode() -> str | None:
+    """A release that keeps its defaults elsewhere is no reason to refuse it: the seams are."""
+    try:
+        from vllm.config.vllm import OPTIMIZATION_LEVEL_TO_CONFIG, VllmConfig
+
+        defaults = OPTIMIZATION_LEVEL_TO_CONFIG[VllmConfig.optimization_level]
+        return defaults["compilation_config"]["cudagraph_mode"].name
+    except (ImportError, AttributeError, KeyError):
+        return None
