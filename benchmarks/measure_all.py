@@ -52,7 +52,6 @@ class Size:
         prompts: its first so many.
         batches: requests at once.
         rounds: timed, behind one of warming up.
-        peer_batches: of those, where trained peers take part too.
         head_alone: whether EESD also runs without n-gram continuations.
         alone: at batch 1 only the first so many, because there they take longest; None: all.
         max_tokens: per prompt.
@@ -62,7 +61,6 @@ class Size:
     prompts: int
     batches: tuple[int, ...]
     rounds: int
-    peer_batches: tuple[int, ...] = ()
     head_alone: bool = False
     alone: int | None = None
     max_tokens: int = 128
@@ -75,7 +73,7 @@ class Size:
 
 #: Together less than 19 minutes on two cores, of which starting the engines is about a third.
 WORKLOADS = {
-    HELD_OUT: Size(16, (1, 4, 8, 16), 3, (1, 8), head_alone=True),
+    HELD_OUT: Size(16, (1, 4, 8, 16), 3, head_alone=True),
     "repetitive_code": Size(8, (1, 8), 3, alone=4),
     # Greedy, the model repeats itself behind them: then nothing is as easy to draft as what cannot be predicted.
     "random_tokens": Size(8, (1, 8), 3, alone=4, max_tokens=64, temperature=2.0),
@@ -83,10 +81,13 @@ WORKLOADS = {
     "long_context": Size(8, (1, 8), 3, alone=2, max_tokens=64),
     "mixed": Size(24, (1, 8), 3, alone=6, max_tokens=64),
 }
+#: Held-out code once more, drafted for by what was trained on equally many tokens: an exit head and the trained peers.
+SAME_BUDGET, SAME_BUDGET_SIZE = "same_budget", Size(8, (1, 8), 3, head_alone=True, alone=4)
+BUDGET_HEAD = f"{MODEL}/peers/exit_head"
 RATES, REQUESTS, ARRIVAL_ROUNDS, SEED = (2.0, 6.0), 10, 3, 0
 COSTED_STEPS, COSTED_ROUNDS = 32, 3
 WATERFALL = ["--tokens", "64", "--rounds", "2"]
-QUICK_SIZE = Size(2, (1, 2), 3, (1,), head_alone=True, alone=1, max_tokens=16)
+QUICK_SIZE = Size(2, (1, 2), 3, head_alone=True, alone=1, max_tokens=16)
 QUICK_WATERFALL = ["--tokens", "16", "--rounds", "1"]
 
 
@@ -131,7 +132,7 @@ def measure_all(workloads: dict[str, Size], quick: bool, console: Any) -> int:
     """Measure with engines that are started once; return 1 if eesd's output is not plain's somewhere."""
     settings = EngineSettings(MODEL)
     left_out = {method: reason for method in METHODS if (reason := settings.missing(method)) is not None}
-    methods = [method for method in METHODS if method not in left_out]
+    methods = [method for method in METHODS if method not in left_out and method not in TRAINED_PEERS]
     failed = 0
     with reporting(console) as progress:
         prompts, longest = {}, 0
@@ -141,7 +142,8 @@ def measure_all(workloads: dict[str, Size], quick: bool, console: Any) -> int:
             longest = max(longest, length)
         with running_engines(methods, settings, longest, progress) as engines:
             session = Session(engines, settings, prompts, BUILD if quick else RESULTS, progress)
-            session.write("methods.json", {method: about(settings, method, left_out) for method in METHODS})
+            known = {method: about(settings, method, left_out) for method in METHODS}
+            session.write("methods.json", known | {"exit_head": trained(settings, "exit_head")})
             for workload, size in workloads.items():
                 rows = latency(session, workload, size)
                 console.print(results_table(rows))
@@ -149,15 +151,35 @@ def measure_all(workloads: dict[str, Size], quick: bool, console: Any) -> int:
             if HELD_OUT in workloads:
                 console.print(arriving_table(throughput(session, workloads[HELD_OUT], quick)))
                 step_costs(session, workloads[HELD_OUT])
+        if HELD_OUT in workloads and (ROOT / BUDGET_HEAD).is_dir():
+            rows = same_budget(session, [peer for peer in TRAINED_PEERS if peer not in left_out], longest, quick)
+            console.print(results_table(rows))
+            failed |= report_gate(rows, console)
     return failed
+
+
+def same_budget(session: Session, peers: list[str], longest: int, quick: bool) -> list[dict[str, Any]]:
+    """Measure and write the trained peers beside an exit head that was trained on as many tokens.
+
+    With engines of their own, started when the others are gone: so many would not fit into memory at once.
+    """
+    settings, prompts = replace(session.settings, head=BUDGET_HEAD), {SAME_BUDGET: session.prompts[HELD_OUT]}
+    size = replace(QUICK_SIZE, head_alone=True) if quick else SAME_BUDGET_SIZE
+    with running_engines(["plain", "eesd-head", *peers], settings, longest, session.progress) as engines:
+        return latency(replace(session, engines=engines, settings=settings, prompts=prompts), SAME_BUDGET, size)
 
 
 def about(settings: EngineSettings, method: str, left_out: dict[str, str]) -> dict[str, Any]:
     """Return why a method is left out, or how a trained peer was trained."""
     if method in left_out:
         return {"left_out": left_out[method]}
-    record = settings.peer(method) / "training.json"
-    return json.loads(record.read_text(encoding="utf-8")) if method in TRAINED_PEERS and record.is_file() else {}
+    return trained(settings, method) if method in TRAINED_PEERS else {}
+
+
+def trained(settings: EngineSettings, peer: str) -> dict[str, Any]:
+    """Return what stands in a peer's training.json, nothing where it has none."""
+    record = settings.peer(peer) / "training.json"
+    return json.loads(record.read_text(encoding="utf-8")) if record.is_file() else {}
 
 
 def latency(session: Session, workload: str, size: Size) -> list[dict[str, Any]]:
@@ -165,7 +187,6 @@ def latency(session: Session, workload: str, size: Size) -> list[dict[str, Any]]
     rows = []
     for batch in size.batches:
         left_out = {"eesd-head"} if not size.head_alone else set()
-        left_out |= set() if batch in size.peer_batches else set(TRAINED_PEERS)
         taking_part = [method for method in session.engines if method not in left_out]
         engines = {method: session.engines[method].at(size.temperature) for method in taking_part}
         settings, count = replace(session.settings, temperature=size.temperature), size.prompts_at(batch)
@@ -258,6 +279,7 @@ def context(prompts: list[list[int]], max_tokens: int) -> int:
 def prompt_file(workload: str, num_prompts: int) -> Path:
     """Write a workload's first prompts and return the file."""
     BUILD.mkdir(parents=True, exist_ok=True)
+    workload = HELD_OUT if workload == SAME_BUDGET else workload
     chosen = BUILD / f"{workload}-{num_prompts}.jsonl"
     lines = (PROMPTS / f"{workload}.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
     chosen.write_text("".join(lines[:num_prompts]), encoding="utf-8")

@@ -37,6 +37,8 @@ WORKLOADS = {
     "multi_turn": "Conversations of requests and code replies, the last request unanswered.",
     "long_context": "Held-out code, about 1900 tokens of it: the embedded model has 2048 positions.",
     "mixed": "Held-out, repetitive and random prompts in turn.",
+    "same_budget": "Held-out code, drafted for by an exit head, a draft model and an EAGLE head that were trained on "
+    "the same tokens, equally many (`models/train_peers.py`); nothing is copied.",
 }
 #: Panels of the speedup plot beside one another.
 COLUMNS = 3
@@ -100,6 +102,7 @@ def commands(rows: list[dict[str, Any]]) -> str:
     for what in dict.fromkeys(what_of.values()):
         prompts, *methods = what
         words = ["eesd", "bench", "latency", "--model", first["model"], "--prompts", prompts]
+        words += ["--head", first["head"]] if first.get("head") else []
         batches = [str(batch) for batch, some in what_of.items() if some == what]
         words += ["--methods", ",".join(methods), "--batch", ",".join(batches)]
         words += ["--max-tokens", str(first["max_tokens"]), "--rounds", str(first["rounds"]), "--dtype", first["dtype"]]
@@ -215,19 +218,23 @@ def plot_speedup(path: Path, latency: dict[str, list[dict[str, Any]]]) -> None:
         batches = list(dict.fromkeys(row["batch"] for row in rows))
         for number, method in enumerate(methods):
             drawn = [row for row in rows if row["method"] == method and row["speedup_vs_plain"] is not None]
+            if not drawn:
+                continue
             at = [batches.index(row["batch"]) + 0.8 * (number - (len(methods) - 1) / 2) / len(methods) for row in drawn]
             heights = [row["speedup_vs_plain"] for row in drawn]
             ends = zip(*(interval(row) for row in drawn), strict=True)
             lengths = [[abs(h - end) for h, end in zip(heights, side, strict=True)] for side in ends]
-            axes.bar(at, heights, 0.8 / len(methods), label=method, color=f"C{number}", yerr=lengths or None, capsize=2)
+            axes.bar(at, heights, 0.8 / len(methods), label=method, color=f"C{number}", yerr=lengths, capsize=2)
         axes.axhline(1.0, color="black", linewidth=0.8)
         axes.set_xticks(range(len(batches)), [str(batch) for batch in batches])
         axes.set_xlabel("requests at once")
         axes.set_title(workload.replace("_", " "), fontsize="medium")
     for left in grid[:, 0]:
         left.set_ylabel("speedup over plain decoding")
-    handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper center", ncols=len(labels), fontsize="small")
+    drawn = {label: bars for axes in panels for bars, label in zip(*axes.get_legend_handles_labels(), strict=True)}
+    shown = [method for method in methods if method in drawn]
+    handles = [drawn[method] for method in shown]
+    figure.legend(handles, shown, loc="outside upper center", ncols=len(shown), fontsize="small")
     save(figure, path)
 
 

@@ -107,8 +107,8 @@ def test_the_page_says_what_the_files_say(page_of, results):
     assert "| draft forward | 0.000 | 1.500 |" in text and "5 held-out prompts, 44 new tokens each" in text
     assert "| 8 | 2.00x | 2.25x (+12%) | 1.75x (-12%) |" in text and "recorded acceptance (T.gz)" in text
     assert "- `suffix` is left out: not built." in text
-    assert "- `eagle` was trained on 7.5 M tokens in 42 minutes, of the exit head's 15.4 M" in text
-    assert "(`models/train_peers.py`): it has had less, so its rows are what it does at least." in text
+    assert "- `eagle` of the same budget was trained on 7.50 M tokens in 42 minutes; the exit head that" in text
+    assert "is shipped, on 15.4 M." in text
     assert "| fill | ours | 0.123 |" in text and "GPU; torch=2; commit fff." in text
     assert text.index("## Published by others") < text.index("| M | T | W | up to 9x | arXiv 1 |")
 
@@ -171,7 +171,6 @@ def test_what_is_measured_exists(monkeypatch):
     for workload, size in measured.WORKLOADS.items():
         prompts = measured.prompt_file(workload, size.prompts)
         assert len(prompts.read_text(encoding="utf-8").splitlines()) == size.prompts >= max(size.batches)
-        assert set(size.peer_batches) <= set(size.batches)
         assert workload in load("results_page").WORKLOADS
         assert all(size.prompts_at(batch) >= batch for batch in size.batches)
     assert set(measured.WORKLOADS) == set(WORKLOADS)
@@ -215,7 +214,7 @@ class FakeEngine:
 
 
 def test_one_session_measures_everything_the_page_shows(page_of, tmp_path, monkeypatch):
-    """Trained peers only where they take part, what is missing named with its reason, the plan from these costs."""
+    """Trained peers beside an exit head of their budget, what is missing named with its reason, the plan's costs."""
     monkeypatch.chdir(REPOSITORY)
     measured, asked, started = load("measure_all"), [], []
 
@@ -229,17 +228,19 @@ def test_one_session_measures_everything_the_page_shows(page_of, tmp_path, monke
     monkeypatch.setattr(measured, "running_engines", engines)
     monkeypatch.setattr(measured, "BUILD", REPOSITORY / "build" / "bench")
     monkeypatch.setattr(measured, "RESULTS", tmp_path)
+    monkeypatch.setattr(measured, "BUDGET_HEAD", "models/eesd-code-10m/eesd")  # any directory: no engine reads it
+    monkeypatch.setattr(measured, "SAME_BUDGET_SIZE", measured.Size(2, (1, 2), 3, head_alone=True))
     sizes = {
-        measured.HELD_OUT: measured.Size(2, (1, 2), 3, (1,), head_alone=True),
+        measured.HELD_OUT: measured.Size(2, (1, 2), 3, head_alone=True),
         "random_tokens": measured.Size(2, (1, 2), 3, alone=1, max_tokens=5, temperature=2.0),
     }
     assert measured.measure_all(sizes, False, Console(file=io.StringIO())) == 0
-    assert started == [["plain", "eesd", "eesd-head", "ngram", "draft_model"]]
+    assert started == [["plain", "eesd", "eesd-head", "ngram"], ["plain", "eesd-head", "draft_model"]]
     rows = json.loads((tmp_path / "latency-held_out_code.json").read_text())
-    assert [(r["batch"], r["method"]) for r in rows] == [
-        *((1, method) for method in started[0]),
-        *((2, method) for method in ("plain", "eesd", "eesd-head", "ngram")),
-    ]
+    assert [(r["batch"], r["method"]) for r in rows] == [(batch, method) for batch in (1, 2) for method in started[0]]
+    budget = json.loads((tmp_path / "latency-same_budget.json").read_text())
+    assert [(r["batch"], r["method"]) for r in budget] == [(b, m) for b in (1, 2) for m in started[1]]
+    assert {r["head"] for r in budget} == {measured.BUDGET_HEAD} and {r["head"] for r in rows} == {None}
     other = json.loads((tmp_path / "latency-random_tokens.json").read_text())
     assert [(row["method"], row["num_prompts"]) for row in other] == [
         (method, count) for count in (1, 2) for method in ("plain", "eesd", "ngram")
@@ -255,8 +256,6 @@ def test_one_session_measures_everything_the_page_shows(page_of, tmp_path, monke
     page_of.main(tmp_path, tmp_path / "results.md")
     text = (tmp_path / "results.md").read_text()
     assert "- `suffix` is left out: not built." in text and "- `eagle` is left out: not trained." in text
-    assert (
-        "--methods plain,eesd,eesd-head,ngram,draft_model --batch 1 " in text
-        and "--methods plain,eesd,eesd-head,ngram --batch 2 " in text
-    )
+    assert "--methods plain,eesd,eesd-head,ngram --batch 1,2 " in text
+    assert f"--head {measured.BUDGET_HEAD} --methods plain,eesd-head,draft_model --batch 1,2 " in text
     assert "## The plan against the measurement" in text and "| 2 | 4.00x | " in text
