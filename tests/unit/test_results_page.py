@@ -203,7 +203,7 @@ class FakeEngine:
         curve = [[k, 5.0 + 0.1 * k] for k in (0, 1, 2, 4, 8)]
         return {
             "verify_ms": {"1": curve, "2": curve, "4": curve},
-            "draft_step_ms": [[1, 0.5], [2, 0.5]],
+            "draft_step_ms": [[1, 0.5], [2, 0.5], [4, 0.5]],
             "draft_round_ms": [],
         }
 
@@ -230,7 +230,7 @@ def test_one_session_measures_everything_the_page_shows(page_of, tmp_path, monke
     monkeypatch.setattr(measured, "BUILD", REPOSITORY / "build" / "bench")
     monkeypatch.setattr(measured, "RESULTS", tmp_path)
     sizes = {
-        measured.HELD_OUT: measured.Size(2, (1, 2), 3, (1,), head_alone=True),
+        measured.HELD_OUT: measured.Size(4, (1, 2, 4), 3, (1,), head_alone=True),
         "random_tokens": measured.Size(2, (1, 2), 3, alone=1, max_tokens=5, temperature=2.0),
     }
     assert measured.measure_all(sizes, False, Console(file=io.StringIO())) == 0
@@ -238,7 +238,7 @@ def test_one_session_measures_everything_the_page_shows(page_of, tmp_path, monke
     rows = json.loads((tmp_path / "latency-held_out_code.json").read_text())
     assert [(r["batch"], r["method"]) for r in rows] == [
         *((1, method) for method in started[0]),
-        *((2, method) for method in ("plain", "eesd", "eesd-head", "ngram")),
+        *((batch, method) for batch in (2, 4) for method in ("plain", "eesd", "eesd-head", "ngram")),
     ]
     other = json.loads((tmp_path / "latency-random_tokens.json").read_text())
     assert [(row["method"], row["num_prompts"]) for row in other] == [
@@ -246,17 +246,19 @@ def test_one_session_measures_everything_the_page_shows(page_of, tmp_path, monke
     ]
     assert {(row["temperature"], row["identical"], row["max_tokens"]) for row in other} == {(2.0, None, 5)}
     assert 2.0 in asked and (1, 5, None) in asked
-    assert (2, 24, {"eesd_max_draft_tokens": 0}) in asked and (1, 1, None) in asked and (2, 33, None) in asked
+    assert (2, 24, {"eesd_max_draft_tokens": 0}) in asked and (1, 1, None) in asked
+    assert (2, 25, None) in asked and (2, 25, {"eesd_max_draft_tokens": 0}) in asked
     for row in rows:
         row["speedup_vs_plain"] = 2.0 * row["batch"]
     (tmp_path / "latency-held_out_code.json").write_text(json.dumps(rows))
     measured.validation(tmp_path)
-    assert [row["measured"] for row in json.loads((tmp_path / "plan-held_out_code.json").read_text())["rows"]] == [2, 4]
+    plan = json.loads((tmp_path / "plan-held_out_code.json").read_text())
+    assert [row["measured"] for row in plan["rows"]] == [2, 4, 8]
     page_of.main(tmp_path, tmp_path / "results.md")
     text = (tmp_path / "results.md").read_text()
     assert "- `suffix` is left out: not built." in text and "- `eagle` is left out: not trained." in text
     assert (
         "--methods plain,eesd,eesd-head,ngram,draft_model --batch 1 " in text
-        and "--methods plain,eesd,eesd-head,ngram --batch 2 " in text
+        and "--methods plain,eesd,eesd-head,ngram --batch 2,4 " in text
     )
     assert "## The plan against the measurement" in text and "| 2 | 4.00x | " in text
