@@ -75,7 +75,7 @@ class Size:
         return self.alone if batch == 1 and self.alone is not None else self.prompts
 
 
-#: Together less than 19 minutes on two cores, of which starting the engines is about a third.
+#: Meant to take less than 19 minutes together on two cores, of which starting the engines is about a third.
 WORKLOADS = {
     HELD_OUT: Size(16, (1, 4, 8, 16), 3, (1, 8), head_alone=True),
     "repetitive_code": Size(8, (1, 8), 3, alone=4),
