@@ -56,7 +56,7 @@ $(STAMP): setup.py pyproject.toml .ci/make-venv
 
 bench: $(STAMP)
 	$(VENV)/bin/python -c "import matplotlib" 2>/dev/null || $(VENV)/bin/python -m pip install --quiet "matplotlib>=3.8"
-	$(VENV)/bin/python benchmarks/measure_all.py $(ARGS)
+	PYTHONPATH=benchmarks $(VENV)/bin/python benchmarks/measure_all.py $(ARGS)
 	PYTHONPATH=benchmarks $(VENV)/bin/python benchmarks/results_page.py
 	$(VENV)/bin/python benchmarks/readme_table.py
 

@@ -22,16 +22,18 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from plan_costs import batch_costs
+
 from vllm_eesd.bench.engines import METHODS, TRAINED_PEERS, EngineSettings, encode_prompts, running_engines
 from vllm_eesd.bench.hardware import provenance
 from vllm_eesd.bench.latency import measured_rows, open_console, report_gate, reporting, results_table, write_json
 from vllm_eesd.bench.prompts import read_prompts
 from vllm_eesd.bench.throughput import measured_rows as arriving_rows
 from vllm_eesd.bench.throughput import results_table as arriving_table
-from vllm_eesd.bench.trace_record import time_steps
 from vllm_eesd.config import LONGEST_DRAFT
 from vllm_eesd.exit_head.checkpoint import ExitHeadConfig
 from vllm_eesd.policy import Calibration
+from vllm_eesd.simulate.plan_costs import BatchCosts
 from vllm_eesd.simulate.roofline import Shape
 from vllm_eesd.simulate.validate import Setting, validate
 from vllm_eesd.trace import read_trace
@@ -71,7 +73,7 @@ class Size:
         return self.alone if batch == 1 and self.alone is not None else self.prompts
 
 
-#: Together less than 19 minutes on two cores, of which starting the engines is about a third.
+#: Meant to take less than 19 minutes together on two cores, of which starting the engines is about a third.
 WORKLOADS = {
     HELD_OUT: Size(16, (1, 4, 8, 16), 3, head_alone=True),
     "repetitive_code": Size(8, (1, 8), 3, alone=4),
@@ -85,9 +87,8 @@ WORKLOADS = {
 SAME_BUDGET, SAME_BUDGET_SIZE = "same_budget", Size(8, (1, 8), 3, head_alone=True, alone=4)
 BUDGET_HEAD = f"{MODEL}/peers/exit_head"
 RATES, REQUESTS, ARRIVAL_ROUNDS, SEED = (2.0, 6.0), 10, 3, 0
-COSTED_STEPS, COSTED_ROUNDS = 32, 3
 WATERFALL = ["--tokens", "64", "--rounds", "2"]
-QUICK_SIZE = Size(2, (1, 2), 3, head_alone=True, alone=1, max_tokens=16)
+QUICK_SIZE = Size(4, (1, 2, 4), 3, head_alone=True, alone=1, max_tokens=16)
 QUICK_WATERFALL = ["--tokens", "16", "--rounds", "1"]
 
 
@@ -150,7 +151,6 @@ def measure_all(workloads: dict[str, Size], quick: bool, console: Any) -> int:
                 failed |= report_gate(rows, console)
             if HELD_OUT in workloads:
                 console.print(arriving_table(throughput(session, workloads[HELD_OUT], quick)))
-                step_costs(session, workloads[HELD_OUT])
         if HELD_OUT in workloads and (ROOT / BUDGET_HEAD).is_dir():
             rows = same_budget(session, [peer for peer in TRAINED_PEERS if peer not in left_out], longest, quick)
             console.print(results_table(rows))
@@ -183,8 +183,11 @@ def trained(settings: EngineSettings, peer: str) -> dict[str, Any]:
 
 
 def latency(session: Session, workload: str, size: Size) -> list[dict[str, Any]]:
-    """Measure and write a workload's rows; methods that take part in none of its sizes are not in them."""
-    rows = []
+    """Measure and write a workload's rows; methods that take part in none of its sizes are not in them.
+
+    On held-out code, where the exit head runs alone, also what steps cost: `eesd plan` is validated with it.
+    """
+    rows, costs = [], {}
     for batch in size.batches:
         left_out = {"eesd-head"} if not size.head_alone else set()
         taking_part = [method for method in session.engines if method not in left_out]
@@ -193,7 +196,14 @@ def latency(session: Session, workload: str, size: Size) -> list[dict[str, Any]]
         where = (settings, session.prompts[workload][:count], shown(prompt_file(workload, count)))
         sizes = {"max_tokens": size.max_tokens, "rounds": size.rounds}
         rows += measured_rows(engines, *where, batch, session.progress, **sizes)
+        if size.head_alone and workload == HELD_OUT:
+            session.progress(f"batch {batch}: timing steps")
+            plain, eesd = (session.engines[method] for method in ("plain", "eesd-head"))
+            costs[batch] = batch_costs(plain, eesd, session.prompts[workload][:count], batch, LONGEST_DRAFT)
     session.write(f"latency-{workload}.json", rows)
+    if costs:
+        about = {"context": context(session.prompts[workload], size.max_tokens), "max_tokens": size.max_tokens}
+        session.write(f"costs-{workload}.json", {"batches": costs} | about | provenance())
     return rows
 
 
@@ -210,18 +220,6 @@ def throughput(session: Session, size: Size, quick: bool) -> list[dict[str, Any]
         rows += arriving_rows(engines, session.settings, requests, source, rate, session.progress, **sizes)
     session.write(f"throughput-{HELD_OUT}.json", rows)
     return rows
-
-
-def step_costs(session: Session, size: Size) -> None:
-    """Measure and write what steps and prompts cost here: what `eesd plan` is validated with."""
-    eesd, prompts = session.engines["eesd-head"], session.prompts[HELD_OUT]
-    session.progress("timing steps")
-    time_steps(eesd.generate, prompts, list(size.batches), LONGEST_DRAFT)
-    plain = {batch: plain_costs(session.engines["plain"], prompts, batch) for batch in size.batches}
-    content = {"costs": eesd.costs(), "context": context(prompts, size.max_tokens)}
-    content |= {"prompt_ms": {batch: ms for batch, (ms, _) in plain.items()}}
-    content |= {"plain_ms": {batch: ms for batch, (_, ms) in plain.items()}}
-    session.write(f"costs-{HELD_OUT}.json", content | {"max_tokens": size.max_tokens} | provenance())
 
 
 def validation(results: Path) -> None:
@@ -245,30 +243,14 @@ def validation(results: Path) -> None:
         draft_layers=head.exit_layer + 1,
         context=costs["context"],
     )
-    plain = {int(batch): (costs["prompt_ms"][batch], costs["plain_ms"][batch]) for batch in costs["plain_ms"]}
-    predicted = [asdict(row) for row in validate(setting, costs["costs"], plain, measured)]
+    batches = {int(batch): BatchCosts(**found) for batch, found in costs["batches"].items()}
+    predicted = [asdict(row) for row in validate(setting, batches, measured)]
     origin = {name: costs[name] for name in ("hardware", "versions", "git_sha")}
     write_json(results / f"plan-{HELD_OUT}.json", {"trace": TRACE, "rows": predicted} | origin)
 
 
 def read(path: Path) -> Any:
     return json.loads(path.read_text(encoding="utf-8"))
-
-
-def plain_costs(engine: Any, prompts: list[list[int]], batch: int) -> tuple[float, float]:
-    """Return the mean times of a batch's prompts and first tokens and of a step behind them, medians of some passes."""
-    groups = [prompts[first : first + batch] for first in range(0, len(prompts), batch)]
-
-    def timed(max_tokens: int) -> float:
-        engine.forget_prefixes()
-        began = time.perf_counter()
-        for group in groups:
-            engine.generate(group, max_tokens)
-        return 1e3 * (time.perf_counter() - began) / len(groups)
-
-    passes = [(timed(1), timed(1 + COSTED_STEPS)) for _ in range(COSTED_ROUNDS)]
-    prompt_ms, whole_ms = (statistics.median(times) for times in zip(*passes, strict=True))
-    return round(prompt_ms, 3), round((whole_ms - prompt_ms) / COSTED_STEPS, 4)
 
 
 def context(prompts: list[list[int]], max_tokens: int) -> int:

@@ -256,7 +256,7 @@ def test_ngram_that_differs_is_reported_but_fails_nothing(bench):
 def test_sampled_outputs_are_not_compared(bench):
     code, result, printed = bench(eesd_tokens=(1, 2, 3, 9), temperature=2.0)
     assert code == 0 and "NOT LOSSLESS" not in printed and "note" not in printed
-    assert {(row["identical"], row["temperature"]) for row in result} == {(None, 2.0)}
+    assert {(row["identical"], row["first_difference"], row["temperature"]) for row in result} == {(None, None, 2.0)}
     assert all(row["speedup_vs_plain"] is not None for row in result)
 
 

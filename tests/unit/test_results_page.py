@@ -202,7 +202,7 @@ class FakeEngine:
         curve = [[k, 5.0 + 0.1 * k] for k in (0, 1, 2, 4, 8)]
         return {
             "verify_ms": {"1": curve, "2": curve, "4": curve},
-            "draft_step_ms": [[1, 0.5], [2, 0.5]],
+            "draft_step_ms": [[1, 0.5], [2, 0.5], [4, 0.5]],
             "draft_round_ms": [],
         }
 
@@ -231,13 +231,15 @@ def test_one_session_measures_everything_the_page_shows(page_of, tmp_path, monke
     monkeypatch.setattr(measured, "BUDGET_HEAD", "models/eesd-code-10m/eesd")  # any directory: no engine reads it
     monkeypatch.setattr(measured, "SAME_BUDGET_SIZE", measured.Size(2, (1, 2), 3, head_alone=True))
     sizes = {
-        measured.HELD_OUT: measured.Size(2, (1, 2), 3, head_alone=True),
+        measured.HELD_OUT: measured.Size(4, (1, 2, 4), 3, head_alone=True),
         "random_tokens": measured.Size(2, (1, 2), 3, alone=1, max_tokens=5, temperature=2.0),
     }
     assert measured.measure_all(sizes, False, Console(file=io.StringIO())) == 0
     assert started == [["plain", "eesd", "eesd-head", "ngram"], ["plain", "eesd-head", "draft_model"]]
     rows = json.loads((tmp_path / "latency-held_out_code.json").read_text())
-    assert [(r["batch"], r["method"]) for r in rows] == [(batch, method) for batch in (1, 2) for method in started[0]]
+    assert [(r["batch"], r["method"]) for r in rows] == [
+        (batch, method) for batch in (1, 2, 4) for method in started[0]
+    ]
     budget = json.loads((tmp_path / "latency-same_budget.json").read_text())
     assert [(r["batch"], r["method"]) for r in budget] == [(b, m) for b in (1, 2) for m in started[1]]
     assert {r["head"] for r in budget} == {measured.BUDGET_HEAD} and {r["head"] for r in rows} == {None}
@@ -247,15 +249,17 @@ def test_one_session_measures_everything_the_page_shows(page_of, tmp_path, monke
     ]
     assert {(row["temperature"], row["identical"], row["max_tokens"]) for row in other} == {(2.0, None, 5)}
     assert 2.0 in asked and (1, 5, None) in asked
-    assert (2, 24, {"eesd_max_draft_tokens": 0}) in asked and (1, 1, None) in asked and (2, 33, None) in asked
+    assert (2, 24, {"eesd_max_draft_tokens": 0}) in asked and (1, 1, None) in asked
+    assert (2, 25, None) in asked and (2, 25, {"eesd_max_draft_tokens": 0}) in asked
     for row in rows:
         row["speedup_vs_plain"] = 2.0 * row["batch"]
     (tmp_path / "latency-held_out_code.json").write_text(json.dumps(rows))
     measured.validation(tmp_path)
-    assert [row["measured"] for row in json.loads((tmp_path / "plan-held_out_code.json").read_text())["rows"]] == [2, 4]
+    plan = json.loads((tmp_path / "plan-held_out_code.json").read_text())
+    assert [row["measured"] for row in plan["rows"]] == [2, 4, 8]
     page_of.main(tmp_path, tmp_path / "results.md")
     text = (tmp_path / "results.md").read_text()
     assert "- `suffix` is left out: not built." in text and "- `eagle` is left out: not trained." in text
-    assert "--methods plain,eesd,eesd-head,ngram --batch 1,2 " in text
+    assert "--methods plain,eesd,eesd-head,ngram --batch 1,2,4 " in text
     assert f"--head {measured.BUDGET_HEAD} --methods plain,eesd-head,draft_model --batch 1,2 " in text
     assert "## The plan against the measurement" in text and "| 2 | 4.00x | " in text

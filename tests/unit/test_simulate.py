@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from vllm_eesd import cli
+from vllm_eesd.continuations import NgramContinuations
 from vllm_eesd.policy import POLICIES, BetaPosterior, DraftLengthPolicy, build_policy
 from vllm_eesd.simulate.peers import AdaptiveVerification, FixedLength, Oracle, fit_confidence, oracle
 from vllm_eesd.simulate.replay import PolicyDrafter, replay
@@ -161,6 +162,15 @@ def test_goodput_gains_from_copies_where_the_text_repeats_itself(batch):
     assert goodput(repeating) > 1.5 * goodput(repeating, ngram=False)
     assert goodput(repeating, ngram=False) == goodput(with_text(24, told=False))
     assert goodput(with_text(0)) == goodput(with_text(0), ngram=False), "there is nothing to copy"
+
+
+def test_a_slot_forgets_the_request_that_ended(monkeypatch):
+    forgotten, reset = [], NgramContinuations.reset
+    monkeypatch.setattr(
+        NgramContinuations, "reset", lambda self, slots: (forgotten.extend(slots.tolist()), reset(self, slots))
+    )
+    replay(with_text(24), PolicyDrafter(CopiesAll(BetaPosterior(2), 0)), World(), 2)
+    assert sorted(forgotten) in ([0, 0, 1], [0, 1, 1]), "three requests in two slots"
 
 
 def test_requests_with_and_without_texts_may_be_mixed():

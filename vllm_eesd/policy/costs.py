@@ -63,7 +63,7 @@ class CostModel:
             num_tokens: tokens they ran through the target: one each and their drafts.
             ms: milliseconds.
         """
-        medians = self._verify.setdefault(_cell(num_reqs), _Medians())
+        medians = self._verify.setdefault(cell_of(num_reqs), _Medians())
         if ms > 0 and medians.add(num_tokens - num_reqs, ms):
             self._forget_curves()
 
@@ -94,7 +94,7 @@ class CostModel:
 
     def lacks_plain(self, num_reqs: int) -> bool:
         """Return whether steps of this batch size were timed, but too few without drafts to know their time."""
-        medians = self._verify.get(_cell(num_reqs))
+        medians = self._verify.get(cell_of(num_reqs))
         return medians is not None and medians.samples(0) < MIN_SAMPLES
 
     def verify_curve(self, num_reqs: int, max_drafts: int) -> np.ndarray:
@@ -142,7 +142,7 @@ class CostModel:
             guess = ys[0] / (1 + DEFAULT_VERIFY_GROWTH * xs[0])
             plain = {size: ys[0] - self._unmeasured_growth(size, xs[:1], guess)[0]}
         sizes = sorted(plain)
-        plain_ms = float(np.interp(num_reqs, sizes, np.maximum.accumulate([plain[size] for size in sizes])))
+        plain_ms = float(np.interp(num_reqs, sizes, _monotone([plain[size] for size in sizes])))
         if not grown:
             return plain_ms + self._unmeasured_growth(num_reqs, num_drafts, plain_ms)
         xs, ys = grown[_nearest(grown, num_reqs)]
@@ -215,8 +215,8 @@ class _Medians:
         self._since_refresh = 0
         self._curve: tuple[np.ndarray, np.ndarray] | None = None
         for size, ms in points or []:
-            self._times[_cell(int(size))] = deque([(size, ms)] * MIN_SAMPLES, WINDOW)
-            self._changed.add(_cell(int(size)))
+            self._times[cell_of(int(size))] = deque([(size, ms)] * MIN_SAMPLES, WINDOW)
+            self._changed.add(cell_of(int(size)))
         if points:
             self._refresh()
 
@@ -224,7 +224,7 @@ class _Medians:
         """Take one time in; return whether the curve changed. What no clock shows is ignored."""
         if not 0 <= ms <= MAX_MS:
             return False
-        cell = _cell(size)
+        cell = cell_of(size)
         times = self._times.setdefault(cell, deque(maxlen=WINDOW))
         times.append((size, ms))
         self._changed.add(cell)
@@ -235,7 +235,7 @@ class _Medians:
         return False
 
     def samples(self, size: int) -> int:
-        return len(self._times.get(_cell(size), ()))
+        return len(self._times.get(cell_of(size), ()))
 
     def points(self) -> list[list[float]]:
         """[size, median ms] of every cell that can be trusted, or of all while none can, by size."""
@@ -296,7 +296,8 @@ def _leaning_on_a_line(sizes: np.ndarray, times: np.ndarray, errors: np.ndarray)
     return shrunk
 
 
-def _cell(size: int) -> int:
+def cell_of(size: int) -> int:
+    """Return the size whose cell a size shares: itself up to 8, above that one within about a fifth."""
     return size if size <= 8 else _SIZE_LIST[min(bisect_left(_SIZE_LIST, size), len(_SIZE_LIST) - 1)]
 
 
