@@ -66,7 +66,7 @@ PIECES = {
     "model forward": [_RUNNER + "_model_forward"],
     "LM head": ["vllm.model_executor.models.llama:LlamaForCausalLM.compute_logits"],
     "sampler and verification": [_RUNNER + "_sample"],
-    "draft forward": ["vllm_eesd.host.exit_layer:DraftStep.__call__"],
+    "draft forward": ["vllm_eesd.host.draft_step:DraftStep.__call__"],
     "draft preparation": [
         "vllm_eesd.host.draft_rows:DraftRows.step",
         "vllm_eesd.host.draft_rows:DraftRows.round",
