@@ -152,6 +152,7 @@ def kv_fill_cases() -> list[Case]:
             constexprs = {"HEAD_SIZE": head_size, "HEAD_SIZE_V": head_size, "ROTARY_DIM": head_size, "BLOCK_SIZE": 16}
             constexprs |= {"IS_NEOX": is_neox, "LIMIT": limit, "BLOCK_K": head_size, "BLOCK_V": head_size}
             constexprs |= {} if limit else absent("k_scale", "v_scale")
+            constexprs |= {"k_element_stride": 1, "v_element_stride": 1}  # as Triton specialises it
             types = {"key_cache_ptr": f"*{cache}", "value_cache_ptr": f"*{cache}"}
             name = f"kv_fill {model} into {cache}, {head_size} {'halves' if is_neox else 'pairs'}"
             cases.append(Case(name, kv_fill._kv_fill_kernel, model, constexprs, 1, types=types))

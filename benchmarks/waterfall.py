@@ -36,7 +36,7 @@ MIN_PROMPTS, MIN_BATCHES = 8, 2
 UNNAMED = "unnamed"
 #: What verification needs besides the forward of its tokens; drafting, which has pieces of its own, is none of it.
 OVERHEAD = ("engine loop", "scheduler", "input preparation", "sampler and verification", "bookkeeping and output")
-DRAFT_STEP = "vllm_eesd.host.exit_layer:DraftStep.__call__"
+DRAFT_STEP = "vllm_eesd.host.draft_step:DraftStep.__call__"
 STEP = "vllm.v1.engine.llm_engine:LLMEngine.step"
 SCHEDULE = "vllm.v1.core.sched.scheduler:Scheduler.schedule"
 UPDATE = "vllm.v1.core.sched.scheduler:Scheduler.update_from_output"

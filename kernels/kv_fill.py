@@ -41,10 +41,12 @@ def _kv_fill_kernel(
     k_block_stride,
     k_slot_stride,
     k_head_stride,
+    k_element_stride,
     value_cache_ptr,
     v_block_stride,
     v_slot_stride,
     v_head_stride,
+    v_element_stride,
     k_norm_weight_ptr,  # [head_size] or None
     k_scale_ptr,
     v_scale_ptr,
@@ -91,13 +93,13 @@ def _kv_fill_kernel(
     key = x * cos + tl.where(is_first, -y, y) * sin
     key = key.to(key_ptr.dtype.element_ty)
     target = block * k_block_stride + offset * k_slot_stride + head * k_head_stride
-    _store(key_cache_ptr, target + d, mask, key, k_scale_ptr, LIMIT)
+    _store(key_cache_ptr, target + d * k_element_stride, mask, key, k_scale_ptr, LIMIT)
 
     d = tl.arange(0, BLOCK_V)
     mask = d < HEAD_SIZE_V
     value = tl.load(value_ptr + token * value_stride + head * value_head_stride + d, mask=mask, other=0.0)
     target = block * v_block_stride + offset * v_slot_stride + head * v_head_stride
-    _store(value_cache_ptr, target + d, mask, value, v_scale_ptr, LIMIT)
+    _store(value_cache_ptr, target + d * v_element_stride, mask, value, v_scale_ptr, LIMIT)
 
 
 def kv_fill(
@@ -117,7 +119,6 @@ def kv_fill(
 ) -> None:
     """Write K/V of these tokens into a paged cache; see `kv_fill_reference.kv_fill`."""
     assert key.stride(-1) == 1 and value.stride(-1) == 1
-    assert key_cache.stride(-1) == 1 and value_cache.stride(-1) == 1
     head_size, head_size_v = key.shape[-1], value.shape[-1]
     _kv_fill_kernel[(slot_mapping.shape[0], key.shape[1])](
         key,
@@ -129,9 +130,9 @@ def kv_fill(
         cos_sin_cache.stride(0),
         slot_mapping,
         key_cache,
-        *key_cache.stride()[:3],
+        *key_cache.stride(),
         value_cache,
-        *value_cache.stride()[:3],
+        *value_cache.stride(),
         k_norm_weight,
         k_scale,
         v_scale,

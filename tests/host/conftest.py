@@ -41,6 +41,16 @@ def random_target(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def eight_token_target(tmp_path_factory):
+    """Directory of the target of `exact_distribution`."""
+    import exact_distribution
+
+    directory = str(tmp_path_factory.mktemp("targets") / "eight_tokens")
+    exact_distribution.write_target(directory)
+    return directory
+
+
+@pytest.fixture(scope="session")
 def cloned_head(tmp_path_factory):
     """Return make(target_dir, exit_layer, layer): an exit head that is the target's own `layer` and final norm.
 

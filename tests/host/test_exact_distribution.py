@@ -79,16 +79,9 @@ class FreeDrafting(CostModel):
 
 
 @pytest.fixture(scope="module")
-def target(tmp_path_factory):
-    directory = str(tmp_path_factory.mktemp("targets") / "eight_tokens")
-    exact.write_target(directory)
-    return directory
-
-
-@pytest.fixture(scope="module")
-def distributions(target):
+def distributions(eight_token_target):
     """Sampling name -> exact probability of every output."""
-    return distributions_after(PROMPT, target)
+    return distributions_after(PROMPT, eight_token_target)
 
 
 def distributions_after(prompt, target):
@@ -97,12 +90,12 @@ def distributions_after(prompt, target):
 
 
 @pytest.fixture(scope="module")
-def llm(request, engine, target, cloned_head):
+def llm(request, engine, eight_token_target, cloned_head):
     """An engine: plain vLLM, or EESD with this draft_sample_method."""
     spec = None
     if request.param != PLAIN:
         # Layer 2 of 0..2 is left out: good, not perfect.
-        head = cloned_head(target, 1, 1, DRAFT_TOKENS if request.param == PRUNED else None)
+        head = cloned_head(eight_token_target, 1, 1, DRAFT_TOKENS if request.param == PRUNED else None)
         spec = {
             "method": "eesd",
             "model": head,
@@ -113,7 +106,7 @@ def llm(request, engine, target, cloned_head):
     options = {"max_num_seqs": 256, "max_model_len": 32, "num_gpu_blocks_override": 512, "block_size": 32}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("vllm_eesd.host.v1.CostModel", FreeDrafting)
-        with engine(target, spec, **options) as llm:
+        with engine(eight_token_target, spec, **options) as llm:
             yield llm
 
 
@@ -183,7 +176,7 @@ def test_one_kind_of_request(llm, distributions, verified, name):
 @pytest.mark.feature("sampling, requests that join with one token", "the same distribution")
 @pytest.mark.parametrize("llm", DRAFT_SAMPLE_METHODS, indirect=True)
 @pytest.mark.parametrize("names", [OURS, tuple(SAMPLINGS)], ids=["ours", "vllm"])
-def test_a_request_that_joins_with_one_token(llm, target, monkeypatch, names):
+def test_a_request_that_joins_with_one_token(llm, eight_token_target, monkeypatch, names):
     """vLLM pads it with drafts of -1 where it joins running ones, and 0.32's CPU kernel accepts some of those.
 
     So begins a prompt of one token, one whose other tokens all hit the prefix cache, and a preempted request.
@@ -196,7 +189,7 @@ def test_a_request_that_joins_with_one_token(llm, target, monkeypatch, names):
 
     monkeypatch.setattr(verification, "sample", counting)
     prompt = (3,)
-    verdict, _ = verdict_on(llm, distributions_after(prompt, target), names, prompt=prompt)
+    verdict, _ = verdict_on(llm, distributions_after(prompt, eight_token_target), names, prompt=prompt)
     assert verdict.p_value > SIGNIFICANCE, verdict
     assert sum(num_padded) > NUM_SAMPLES
 
@@ -282,7 +275,7 @@ class TableDrafter:
     """
 
     def __init__(self, monkeypatch, joint):
-        from vllm_eesd.host.exit_layer import DraftStep
+        from vllm_eesd.host.draft_step import DraftStep
 
         pairs = joint.sum(axis=(0, 3))
         self.q = torch.from_numpy((pairs / pairs.sum(axis=1, keepdims=True)).astype(np.float32))

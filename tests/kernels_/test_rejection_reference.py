@@ -130,8 +130,8 @@ def test_all_rejected_and_all_accepted(make_batch, agreement):
     best = batch.target_logits.argmax(-1)
     drafts = best.roll(1) if agreement else (best.roll(1) + 1) % 64
     result = call(batch._replace(draft_sampled=drafts))
-    assert result.num_sampled.tolist() == [4, 4] if agreement else [1, 1]
-    assert result.observed.tolist() == [[3, 0]] * 2 if agreement else [[0, 1]] * 2
+    assert result.num_sampled.tolist() == ([4, 4] if agreement else [1, 1])
+    assert result.observed.tolist() == ([[3, 0]] * 2 if agreement else [[0, 1]] * 2)
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 HERE = Path(__file__).parent
-TIMEOUT_S = 900
+TIMEOUT_S = 1800
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the tests in interpreted/ run in place"),

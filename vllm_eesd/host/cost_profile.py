@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from vllm_eesd.host.compat import create_forward_context, get_tp_group, override_forward_context
-from vllm_eesd.host.exit_layer import DraftStep
+from vllm_eesd.host.draft_step import DraftStep
 from vllm_eesd.policy import CostModel
 
 #: Runs a step of some size and returns the ms it took.

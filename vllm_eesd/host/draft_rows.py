@@ -11,7 +11,7 @@ import torch
 
 from vllm_eesd.host.compat import CommonAttentionMetadata, create_forward_context, override_forward_context
 from vllm_eesd.host.draft_sampling import DraftSampling
-from vllm_eesd.host.exit_layer import DraftStep
+from vllm_eesd.host.draft_step import DraftStep
 
 
 class DraftRows:

@@ -44,6 +44,11 @@ class DraftVocabulary(nn.Module):
         self.lm_head.weight_loader(self.lm_head.weight, _rows(whole, self._token_ids[0]))
         self._processor = LogitsProcessor(len(token_ids), scale=processor.scale, soft_cap=processor.soft_cap)
 
+    @property
+    def token_ids(self) -> torch.Tensor:
+        """[draft_vocab_size] int64, the target's ids in ascending order."""
+        return self._token_ids[0]
+
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Return the logits of the draft vocabulary, [num_rows, draft_vocab_size]."""
         return self._processor(self.lm_head, hidden_states)

@@ -1,4 +1,4 @@
-"""The exit head on vLLM's own layers, its KV fill inside the target's forward, and one compiled draft step."""
+"""The exit head on vLLM's own layers, and its KV fill inside the target's forward."""
 
 from __future__ import annotations
 
@@ -17,16 +17,13 @@ from vllm_eesd.host.compat import (
     ReplicatedLinear,
     RMSNorm,
     VllmConfig,
-    create_forward_context,
     direct_register_custom_op,
     get_forward_context,
-    override_forward_context,
     process_weights_after_loading,
     set_default_torch_dtype,
-    support_torch_compile,
 )
 from vllm_eesd.host.draft_vocabulary import DraftVocabulary
-from vllm_eesd.host.layer_call import carries_residual, normed, run_layer, summed
+from vllm_eesd.host.layer_call import carries_residual, run_layer, summed
 
 
 def kv_fill(hidden_states: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer_name: str) -> None:
@@ -70,10 +67,12 @@ class ExitHead(nn.Module):
         config: the head's.
     Attributes:
         vocabulary: what of the target's vocabulary it drafts from; None is all of it. Set by `load`.
+        fills_by_kernel: whether the KV fill is one kernel, `v2_kv_fill.fill_rotated`; set before anything is compiled.
     Source: arXiv 2406.03853, section 3.1 (early-exiting layer).
     """
 
     vocabulary: DraftVocabulary | None
+    fills_by_kernel = False
 
     def __init__(self, vllm_config: VllmConfig, target: nn.Module, config: ExitHeadConfig) -> None:
         super().__init__()
@@ -126,9 +125,9 @@ class ExitHead(nn.Module):
         """
         return None
 
-    def forward(self, positions: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Return the normed hidden states for the LM head, [num_tokens, hidden_size]."""
-        return normed(self.norm, *run_layer(self.layer, self._with_residual, positions, hidden_states, None))
+    def forward(self, positions: torch.Tensor, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return two tensors whose sum, normed by `norm`, is for the LM head, [num_tokens, hidden_size]; None is 0."""
+        return run_layer(self.layer, self._with_residual, positions, hidden_states, None)
 
     def fill_kv(
         self, positions: torch.Tensor, hidden_states: torch.Tensor, residual: torch.Tensor | None = None
@@ -150,6 +149,21 @@ class ExitHead(nn.Module):
     ) -> None:
         """Norm and rotate the keys as the layer's attention does, and write; the rotary embedding wants a query too."""
         attention = self.layer.self_attn
+        if self.fills_by_kernel:
+            norm, cos_sin = getattr(attention, "k_norm", None), attention.rotary_emb.cos_sin_cache
+            weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.variance_epsilon)
+            torch.ops.eesd.kv_fill_rotated(
+                read_later,
+                key,
+                value,
+                positions,
+                cos_sin,
+                attention.rotary_emb.is_neox_style,
+                weight,
+                eps,
+                self.attention_name,
+            )
+            return
         if hasattr(attention, "k_norm"):  # Qwen3
             key = attention.k_norm(key.view(-1, attention.num_kv_heads, attention.head_dim)).view(key.shape)
         _, key = attention.rotary_emb(positions, query, key)
@@ -221,9 +235,9 @@ class MlpHead(ExitHead):
     def hook_kv_fill(self, target: nn.Module, exit_layer: int) -> None:
         """Nothing to fill."""
 
-    def forward(self, positions: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Return the normed hidden states for the LM head, [num_tokens, hidden_size]."""
-        return self.norm(hidden_states + self.mlp(self.input_norm(hidden_states)) * self._share)
+    def forward(self, positions: torch.Tensor, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the hidden states to be normed for the LM head, [num_tokens, hidden_size], and no residual."""
+        return hidden_states + self.mlp(self.input_norm(hidden_states)) * self._share, None
 
 
 HEAD_CLASSES = {"transformer": ExitHead, "deep_context": DeepContextHead, "mlp": MlpHead}
@@ -246,97 +260,3 @@ def _build_like(layer_class: type[nn.Module], vllm_config: VllmConfig, prefix: s
 def _build(module_class: type[nn.Module], available: dict[str, Any]) -> nn.Module:
     wanted = inspect.signature(module_class.__init__).parameters
     return module_class(**{name: value for name, value in available.items() if name in wanted})
-
-
-@support_torch_compile(dynamic_arg_dims={"input_ids": 0, "positions": 0, "context": 0})
-class DraftStep(nn.Module):
-    """Target layers [0, N), exit head, LM head, argmax: one token per row, compiled as vLLM compiles the target.
-
-    The target's modules are used in place, on the target's own KV slots; this module owns no parameter.
-    """
-
-    def __init__(
-        self,
-        *,
-        vllm_config: VllmConfig,
-        prefix: str = "",
-        target: nn.Module,
-        exit_layer: int,
-        head: ExitHead | None,
-    ) -> None:
-        super().__init__()
-        # Tuples hide the target's modules from this one's parameter list.
-        self._target = (target,)
-        self._layers = tuple(target.model.layers[:exit_layer])
-        self._with_residual = carries_residual(self._layers[0])
-        # Granite's model scales what it embeds; the other targets' configs have no such field.
-        self._embedding_scale = getattr(vllm_config.model_config.hf_text_config, "embedding_multiplier", 1.0)
-        self._head = (head,)
-
-    @property
-    def reads_target_output(self) -> bool:
-        """Whether `round_context` needs the target's output at all."""
-        return isinstance(self._head[0], DeepContextHead)
-
-    def round_context(self, target_hidden_states: torch.Tensor) -> torch.Tensor | None:
-        """Return the `context` of a round's steps, see `ExitHead.round_context`."""
-        return None if self._head[0] is None else self._head[0].round_context(target_hidden_states)
-
-    def forward(
-        self, input_ids: torch.Tensor, positions: torch.Tensor, context: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return the most probable tokens, [num_rows] int64, their probabilities, [num_rows] float32, and the logits.
-
-        With a draft vocabulary, probabilities are shares within it, and the logits are its own: see `whole_logits`.
-
-        Args:
-            input_ids: [num_rows] int64.
-            positions: [num_rows] int64.
-            context: [num_rows, hidden_size] or None.
-        """
-        target, head = self._target[0], self._head[0]
-        hidden_states, residual = target.model.embed_input_ids(input_ids), None
-        if self._embedding_scale != 1.0:
-            hidden_states = hidden_states * self._embedding_scale
-        for layer in self._layers:
-            hidden_states, residual = run_layer(layer, self._with_residual, positions, hidden_states, residual)
-        if head is None:
-            hidden_states = normed(target.model.norm, hidden_states, residual)
-        else:
-            hidden_states = summed(hidden_states, residual)
-            hidden_states = head(positions, hidden_states if context is None else hidden_states + context)
-        vocabulary = self._vocabulary
-        logits = (target if vocabulary is None else vocabulary).compute_logits(hidden_states)
-        best = logits.float().max(dim=-1)
-        token_ids = best.indices if vocabulary is None else vocabulary.token_ids_of(best.indices)
-        return token_ids, (best.values - logits.float().logsumexp(dim=-1)).exp(), logits
-
-    @property
-    def _vocabulary(self) -> DraftVocabulary | None:
-        return None if self._head[0] is None else self._head[0].vocabulary
-
-    def whole_logits(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return a step's logits over the target's vocabulary, [num_rows, vocab_size]: -inf where nothing is drafted.
-
-        Only drafts that are drawn need them, so a step does not make them itself.
-        """
-        return logits if self._vocabulary is None else self._vocabulary.whole(logits)
-
-
-@torch.inference_mode()
-def compile_draft_step(
-    step: DraftStep, vllm_config: VllmConfig, device: torch.device, token_dtype: torch.dtype = torch.int64
-) -> None:
-    """Run the step once, which compiles it; two rows, because a batch of one would be compiled for one only.
-
-    Args:
-        token_dtype: of the token ids that drafting will pass. vLLM drops a compiled graph's guards: ids of another
-            width would be read as if they had this one.
-    """
-    if step.do_not_compile:
-        return
-    rows = torch.zeros(2, dtype=torch.int64, device=device)
-    model_config = vllm_config.model_config
-    hidden_states = torch.zeros(2, model_config.get_hidden_size(), dtype=model_config.dtype, device=device)
-    with override_forward_context(create_forward_context(None, vllm_config)):
-        step(rows.to(token_dtype), rows.clone(), step.round_context(hidden_states))

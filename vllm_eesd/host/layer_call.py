@@ -7,6 +7,8 @@ import inspect
 import torch
 from torch import nn
 
+from vllm_eesd.host.compat import RMSNorm
+
 
 def carries_residual(layer: nn.Module) -> bool:
     """Return whether the layer is called as layer(positions, hidden_states, residual)."""
@@ -34,3 +36,8 @@ def summed(hidden_states: torch.Tensor, residual: torch.Tensor | None) -> torch.
 def normed(norm: nn.Module, hidden_states: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
     """Return the normed sum."""
     return norm(hidden_states) if residual is None else norm(hidden_states, residual)[0]
+
+
+def is_plain_norm(norm: nn.Module) -> bool:
+    """Return whether the module is vLLM's RMSNorm over all of its input, with a weight."""
+    return type(norm) is RMSNorm and norm.has_weight and norm.variance_size_override is None

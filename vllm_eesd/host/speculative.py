@@ -50,6 +50,7 @@ class EESDSpeculativeConfig(SpeculativeConfig):
         head_directory: where its weights are; None when headless.
         metrics_directory: where workers publish their counters for /metrics.
         runner: "V1" or "V2", the model runner this was built for: the one vLLM would take by itself.
+        graph_kernels: kernels that were chosen for the target's compiled graph while the model was loaded.
     """
 
     eesd: EESDConfig
@@ -57,6 +58,7 @@ class EESDSpeculativeConfig(SpeculativeConfig):
     head_directory: str | None
     metrics_directory: str
     runner: str
+    graph_kernels = ""
 
     @classmethod
     def build(
@@ -108,8 +110,9 @@ class EESDSpeculativeConfig(SpeculativeConfig):
 
     def compute_hash(self) -> str:
         """Return a hash with all that changes a compiled graph: where the KV fill sits, how large the LM head is."""
-        head = self.exit_head
-        return f"{super().compute_hash()}-eesd-{head.head_type}-{head.exit_layer}-{head.draft_vocab_size}"
+        head, sampling = self.exit_head, self.eesd.draft_sample_method
+        layers = f"{head.head_type}-{head.exit_layer}-{head.draft_vocab_size}"
+        return f"{super().compute_hash()}-eesd-{layers}-{sampling}-{self.graph_kernels}"
 
     def __repr__(self) -> str:
         return (

@@ -22,7 +22,8 @@ from vllm_eesd.host.compat import (
 from vllm_eesd.host.cost_profile import profile_costs
 from vllm_eesd.host.draft_rows import DraftRows
 from vllm_eesd.host.draft_sampling import DraftSampling
-from vllm_eesd.host.exit_layer import HEAD_CLASSES, DraftStep, ExitHead, compile_draft_step
+from vllm_eesd.host.draft_step import DraftStep, compile_draft_step
+from vllm_eesd.host.exit_layer import HEAD_CLASSES, ExitHead
 from vllm_eesd.host.metrics import publish
 from vllm_eesd.host.running_requests import RunningRequests
 from vllm_eesd.host.speculative import EESDSpeculativeConfig

@@ -8,14 +8,18 @@ import numpy as np
 import torch
 from torch import nn
 
+from vllm_eesd.host import kernel_choice
 from vllm_eesd.host.circuit_breaker import CircuitBreaker
 from vllm_eesd.host.compat import VllmConfig, get_tp_group, init_logger, set_model_tag
 from vllm_eesd.host.cost_profile import profile_v2_costs
-from vllm_eesd.host.exit_layer import HEAD_CLASSES, DraftStep, ExitHead, compile_draft_step
+from vllm_eesd.host.draft_step import DraftStep, compile_draft_step
+from vllm_eesd.host.exit_layer import HEAD_CLASSES, ExitHead
 from vllm_eesd.host.metrics import publish
 from vllm_eesd.host.speculative import EESDSpeculativeConfig
 from vllm_eesd.host.v2_compat import dispatch_cg_and_sync_dp, gpu_sync_allowed
-from vllm_eesd.host.v2_draft_steps import DraftSteps
+from vllm_eesd.host.v2_draft_steps import DraftSteps, TargetStep
+from vllm_eesd.host.v2_kernels import KernelDraftStep, exit_head_rows
+from vllm_eesd.host.v2_kv_fill import use_kv_fill
 from vllm_eesd.host.v2_lag import Timestamps, copy_to_host
 from vllm_eesd.host.v2_ragged import RaggedVerification
 from vllm_eesd.host.v2_rounds import Rounds
@@ -78,15 +82,36 @@ class EarlyExitSpeculator(DraftSteps):
         if directory is not None:
             head = HEAD_CLASSES[config.head_type].load(self.vllm_config, target_model, config, directory)
             head.hook_kv_fill(target_model, config.exit_layer)
-        with set_model_tag("eesd_draft"):
-            step = DraftStep(vllm_config=self.vllm_config, target=target_model, exit_layer=config.exit_layer, head=head)
+        step = self._build_steps(target_model, head)
         drafted_layers = target_model.model.layers[: config.exit_layer]
         self.shared_layer_names = {layer.self_attn.attn.layer_name for layer in drafted_layers}
         if step.reads_target_output:
             size = self.max_num_reqs, self.hidden_size
             self._round_context = torch.zeros(size, dtype=self.dtype, device=self.device)
-        compile_draft_step(step, self.vllm_config, self.device, self.input_buffers.input_ids.dtype)
         logger.info("EESD drafts with layers 0..%d and a %s exit head", config.exit_layer - 1, config.head_type)
+        return step
+
+    def _build_steps(self, target_model: nn.Module, head: ExitHead | None) -> DraftStep:
+        """Choose the kernels, then compile the draft steps that the choice leaves in use; returns the one in torch."""
+        compilation, config = self.vllm_config.compilation_config, self._config
+        timer = kernel_choice.timer_for(self.device, in_graphs=bool(compilation.cudagraph_mode))
+        parts = {"target": target_model, "exit_layer": config.exit_head.exit_layer, "head": head}
+        with set_model_tag("eesd_draft"):
+            step = DraftStep(vllm_config=self.vllm_config, **parts)
+        self.kernel_rows = exit_head_rows(step, self.vllm_config, timer)
+        if use_kv_fill(head, self.vllm_config, timer):
+            assert head is not None
+            head.fills_by_kernel, config.graph_kernels = True, "kv_fill"  # before anything is compiled
+        token_dtype = self.input_buffers.input_ids.dtype
+        if self.kernel_rows < self.max_num_reqs:
+            compile_draft_step(step, self.vllm_config, self.device, token_dtype)
+        else:
+            self.kernel_rows = self.max_num_tokens  # padding included
+        if self.kernel_rows:
+            with set_model_tag("eesd_draft_kernel"):
+                self.kernel_step = KernelDraftStep(vllm_config=self.vllm_config, **parts)
+            self.kernel_step.with_logits = self.draft_logits is not None
+            compile_draft_step(self.kernel_step, self.vllm_config, self.device, token_dtype)
         return step
 
     def profile_costs(self, runner: Any) -> None:
@@ -147,66 +172,47 @@ class EarlyExitSpeculator(DraftSteps):
         """Return the drafts, [num_reqs, num_speculative_tokens] int64; a row's own length is in `draft_lengths`.
 
         Args:
-            last_hidden_states: [num_tokens, hidden_size], the target's normed output.
-            num_sampled, num_rejected: [num_reqs] int32, of the step just run.
-            last_sampled: [max_num_reqs, 1] int64, by request state.
+            input_batch, last_hidden_states, num_sampled, num_rejected, last_sampled: see `TargetStep`.
             dummy_run: a step without requests; it runs one draft step and writes nothing.
         Source: DraftModelSpeculator.propose, whose other arguments drafting does not need.
         """
         num_reqs = input_batch.num_reqs
-        step = input_batch, last_hidden_states, num_sampled, num_rejected, last_sampled
+        step = TargetStep(input_batch, last_hidden_states, num_sampled, num_rejected, last_sampled)
         if dummy_run:
             self.rounds.pause()
             if not self.rests_in_dummy_runs:
                 self._copy_request_inputs(num_reqs, input_batch.idx_mapping, temperature, seeds, dummy_run=True)
-                self._dummy_step(*step, skip_attn_for_dummy_run, is_profile)
+                self._dummy_step(step, skip_attn_for_dummy_run, is_profile)
         elif not self.breaker.is_open:
             try:
                 self._copy_request_inputs(num_reqs, input_batch.idx_mapping, temperature, seeds, dummy_run=False)
-                self._learn_and_draft(*step)
+                self._learn_and_draft(step)
                 self.breaker.passed()
             except Exception as error:
                 self._survive(error)
         return self.draft_tokens[:num_reqs]
 
-    def _learn_and_draft(
-        self,
-        input_batch: Any,
-        last_hidden_states: torch.Tensor,
-        num_sampled: torch.Tensor,
-        num_rejected: torch.Tensor,
-        last_sampled: torch.Tensor,
-    ) -> None:
+    def _learn_and_draft(self, step: TargetStep) -> None:
         """See `propose`."""
-        num_reqs, seq_lens = input_batch.num_reqs, input_batch.seq_lens_cpu_upper_bound
         tokens = None
         if self.rounds.round_trace is not None:
-            slots = input_batch.idx_mapping
+            slots = step.input_batch.idx_mapping
             # The drafts just verified: this round's take their place once it is over.
-            tokens = tokens_of_step(self._req_states.draft_tokens[slots], last_sampled[slots, 0], num_sampled)
-        times = self.rounds.begin(input_batch, num_sampled, self._asynchronous, tokens)
-        self._prepare(input_batch, last_hidden_states, num_sampled, num_rejected, last_sampled)
-        graph = self._graph_for(num_reqs, seq_lens)
+            drafts = self._req_states.draft_tokens[slots]
+            tokens = tokens_of_step(drafts, step.last_sampled[slots, 0], step.num_sampled)
+        times = self.rounds.begin(step.input_batch, step.num_sampled, self._asynchronous, tokens)
+        self._prepare(step)
+        graph = self._graph_for(step.num_reqs, step.seq_lens)
         times.moments.mark()
-        self._run_round(num_reqs, graph, seq_lens, times)
+        self._run_round(step.num_reqs, graph, step.seq_lens, times)
 
-    def _dummy_step(
-        self,
-        input_batch: Any,
-        last_hidden_states: torch.Tensor,
-        num_sampled: torch.Tensor,
-        num_rejected: torch.Tensor,
-        last_sampled: torch.Tensor,
-        skip_attn: bool,
-        is_profile: bool,
-    ) -> None:
+    def _dummy_step(self, step: TargetStep, skip_attn: bool, is_profile: bool) -> None:
         """Run one draft step that writes nothing. A fault here is not survived: nothing is served yet."""
-        num_reqs, seq_lens = input_batch.num_reqs, input_batch.seq_lens_cpu_upper_bound
-        self._prepare(input_batch, last_hidden_states, num_sampled, num_rejected, last_sampled)
-        graph = self._graph_for(num_reqs, seq_lens, need_eager=is_profile)
+        self._prepare(step)
+        graph = self._graph_for(step.num_reqs, step.seq_lens, need_eager=is_profile)
         self.dummy_times = Timestamps(self.device)
         self.dummy_times.mark()
-        self._run_step(1, num_reqs, graph, seq_lens, skip_attn)
+        self._run_step(1, step.num_reqs, graph, step.seq_lens, skip_attn)
         self.dummy_times.mark()
 
     def _survive(self, error: Exception) -> None:
@@ -216,7 +222,7 @@ class EarlyExitSpeculator(DraftSteps):
 
     def _graph_for(self, num_reqs: int, seq_lens: torch.Tensor, need_eager: bool = False) -> Any:
         """Return vLLM's batch descriptor of this round's draft steps, with the graph that replays them, if any."""
-        longest = int(seq_lens[:num_reqs].max()) + self.num_speculative_tokens
+        longest = int(seq_lens[:num_reqs].numpy().max()) + self.num_speculative_tokens
         self.draft_max_seq_len = min(longest, self.max_model_len)
         return dispatch_cg_and_sync_dp(
             self._graphs, num_reqs, num_reqs, uniform_token_count=1, dp_size=1, dp_rank=0, need_eager=need_eager

@@ -7,6 +7,7 @@ patches torch, and only then may anything of V2 be imported.
 from vllm.config.compilation import CUDAGraphMode
 from vllm.config.model import PROCESSED_LOGPROBS_MODES
 from vllm.forward_context import BatchDescriptor, set_forward_context
+from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.sampling_params import SamplingParams
 from vllm.utils.gpu_sync_debug import gpu_sync_allowed
 from vllm.utils.torch_utils import async_tensor_h2d
@@ -34,6 +35,7 @@ __all__ = [
     "DraftModelSpeculator",
     "LogitBiasState",
     "PenaltiesState",
+    "RotaryEmbedding",
     "SamplingParams",
     "SpeculatorCudaGraphManager",
     "async_tensor_h2d",

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from vllm_eesd.host.compat import VllmConfig, init_logger
 from vllm_eesd.host.v2_compat import (
@@ -22,6 +23,33 @@ from vllm_eesd.host.v2_compat import (
 logger = init_logger("vllm.eesd")
 
 
+class TargetStep(NamedTuple):
+    """What the step of the target that has just run tells the round behind it.
+
+    Attributes:
+        input_batch: vLLM's InputBatch.
+        last_hidden_states: [num_tokens, hidden_size], the target's normed output.
+        num_sampled, num_rejected: [num_reqs] int32.
+        last_sampled: [max_num_reqs, 1] int64, by request state.
+    """
+
+    input_batch: Any
+    last_hidden_states: torch.Tensor
+    num_sampled: torch.Tensor
+    num_rejected: torch.Tensor
+    last_sampled: torch.Tensor
+
+    @property
+    def num_reqs(self) -> int:
+        """Rows of the batch."""
+        return self.input_batch.num_reqs
+
+    @property
+    def seq_lens(self) -> torch.Tensor:
+        """[at least num_reqs] int32 on the host, no less than each sequence's length."""
+        return self.input_batch.seq_lens_cpu_upper_bound
+
+
 class DraftSteps(DraftModelSpeculator):
     """The device's side of a speculator whose draft model is the head of the target.
 
@@ -32,10 +60,13 @@ class DraftSteps(DraftModelSpeculator):
         vllm_config, device: of the engine.
     Attributes:
         shared_layer_names: attention layers of the target that a draft step runs through; set while loading.
+        kernel_step, kernel_rows: the draft step that batches of up to so many rows run instead of `model`.
     Source: vllm/v1/worker/gpu/spec_decode/target_dependent_ar/speculator.py.
     """
 
     shared_layer_names: set[str]
+    kernel_step: nn.Module | None = None
+    kernel_rows = 0
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
         super().__init__(vllm_config, device)
@@ -90,15 +121,9 @@ class DraftSteps(DraftModelSpeculator):
             progress_bar_desc="Capturing EESD draft steps",
         )
 
-    def _prepare(
-        self,
-        input_batch: Any,
-        last_hidden_states: torch.Tensor,
-        num_sampled: torch.Tensor,
-        num_rejected: torch.Tensor,
-        last_sampled: torch.Tensor,
-    ) -> None:
+    def _prepare(self, target_step: TargetStep) -> None:
         """Fill the device's buffers for the first draft step, without asking the device anything."""
+        input_batch, last_hidden_states, num_sampled, num_rejected, last_sampled = target_step
         num_reqs, buffers = input_batch.num_reqs, self.input_buffers
         idx_mapping, blocks = input_batch.idx_mapping, self.block_tables
         bonus_positions = (input_batch.seq_lens[:num_reqs] - num_rejected).long()
@@ -180,7 +205,8 @@ class DraftSteps(DraftModelSpeculator):
             batch_descriptor=BatchDescriptor(num_tokens=num_tokens),
         ):
             context = None if self._round_context is None else self._round_context[:num_tokens]
-            best, confidence, *logits = self.model(
+            draft_step = self.model if num_tokens > self.kernel_rows else self.kernel_step
+            best, confidence, *logits = draft_step(
                 buffers.input_ids[:num_tokens], buffers.positions[:num_tokens], context
             )
         drafted, confidence = best[:num_reqs], confidence[:num_reqs]

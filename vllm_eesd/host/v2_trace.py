@@ -49,7 +49,7 @@ def pending_outcome(
         _, rest_ms, steps_ms = times.drafting_ms()
         judged = []
         for name, verified, (*drafts, last, num_sampled) in zip(
-            names, num_verified, on_host[rows].tolist(), strict=True
+            names, num_verified, on_host.numpy()[rows].tolist(), strict=True
         ):
             accepted = drafts[: num_sampled - 1]
             judged.append(Judged(name, accepted if verified < 0 else drafts[:verified], [*accepted, last]))

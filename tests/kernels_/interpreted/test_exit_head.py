@@ -52,6 +52,28 @@ def test_tokens_equal_the_references_ties_included(num_tokens, vocab_size, hidde
     assert_close(ours, expected, FLOAT32_TOLERANCE)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num_tokens", [1, 17])
+def test_an_odd_hidden_size_in_strided_rows(num_tokens, dtype, device):
+    hidden_states, weight = exact_inputs(num_tokens, 65, 4097, dtype, device)
+    assert hidden_states.stride(0) == 4100
+    ours = exit_head(hidden_states, weight, entropy=True)
+    # On some CPUs torch's own bfloat16 product lets the NaN behind an odd row into the row.
+    expected = reference.exit_head(hidden_states.contiguous(), weight, entropy=True)
+    assert torch.equal(ours.token_ids, expected.token_ids)
+    assert_close(ours, expected, FLOAT32_TOLERANCE)
+
+
+def test_a_real_vocabulary_and_one_token_more(device):
+    hidden_states, weight = exact_inputs(2, 151937, 8, torch.float32, device)
+    hidden_states[0, 0] = 2.0
+    weight[-1] = 3 * hidden_states[0].sign()  # no other weight is larger than 2
+    ours, expected = (f(hidden_states, weight, entropy=True) for f in (exit_head, reference.exit_head))
+    assert int(ours.token_ids[0]) == 151936
+    assert torch.equal(ours.token_ids, expected.token_ids)
+    assert_close(ours, expected, FLOAT32_TOLERANCE)
+
+
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [(torch.float32, FLOAT32_TOLERANCE), (torch.bfloat16, BFLOAT16_TOLERANCE)]
 )

@@ -15,11 +15,14 @@ def caches(layout, head_size, dtype, device):
     if layout == "HND":
         memory = torch.zeros((2, NUM_BLOCKS, NUM_HEADS, BLOCK_SIZE, head_size), device=device).to(dtype)
         return memory.transpose(2, 3).unbind(0)
+    if layout == "columns":  # a block's keys lie element by element, as vLLM's CPU backend packs them
+        keys, values = torch.zeros((2, NUM_BLOCKS, NUM_HEADS, head_size, BLOCK_SIZE), device=device).to(dtype)
+        return keys.permute(0, 3, 1, 2), values.view(NUM_BLOCKS, NUM_HEADS, BLOCK_SIZE, head_size).transpose(1, 2)
     memory = torch.zeros((NUM_BLOCKS, NUM_HEADS, BLOCK_SIZE, 2 * head_size), device=device).to(dtype)
     return memory.transpose(1, 2).split(head_size, dim=-1)
 
 
-@pytest.mark.parametrize("layout", ["NHD", "HND", "side by side"])
+@pytest.mark.parametrize("layout", ["NHD", "HND", "side by side", "columns"])
 @pytest.mark.parametrize("is_neox", [True, False])
 @pytest.mark.parametrize(
     ("dtype", "cache_dtype"),

@@ -66,6 +66,17 @@ def test_greedy_batches(make_batch, device, num_drafts):
     assert_equal(*both(batch, device, max(max(num_drafts), 1)))
 
 
+@pytest.mark.parametrize("agreement", [0.0, 1.0])
+def test_all_rejected_and_all_accepted(make_batch, device, agreement):
+    batch = make_batch([4, 4, 4], 300, [0.0])
+    rows = torch.arange(15) % 5 > 0
+    best = batch.target_logits.argmax(-1).roll(1)
+    batch.draft_sampled[rows] = (best + int(agreement == 0.0)).remainder(300)[rows]
+    ours, expected = both(batch, device, 4)
+    assert ours.num_sampled.tolist() == [5 if agreement else 1] * 3
+    assert_equal(ours, expected)
+
+
 def test_a_real_vocabulary_and_one_token_more(make_batch, device):
     batch = make_batch([2], 151937, [1.0], agreement=1.0)
     batch.target_logits[:, -1] = 50.0

@@ -1,5 +1,6 @@
 """Engines on Model Runner V2, in this process: on a GPU, or where Triton's interpreter is Triton's cpu backend."""
 
+import collections
 import contextlib
 import gc
 import importlib.util
@@ -18,8 +19,8 @@ _path = Path(__file__).parents[2] / "host" / "conftest.py"
 _spec = importlib.util.spec_from_file_location("host_fixtures", _path)
 host = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(host)
-random_target, cloned_head, greedy = host.random_target, host.cloned_head, host.greedy
-preemptions = host.preemptions
+random_target, eight_token_target, cloned_head = host.random_target, host.eight_token_target, host.cloned_head
+greedy, preemptions = host.greedy, host.preemptions
 host_engine = host.engine
 
 if not collect_ignore_glob:
@@ -59,6 +60,66 @@ def runner_of():
         return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
 
     return runner
+
+
+def columns_of_a_block(kv_cache):
+    """vLLM's CPU cache as `kv_fill` sees one: of blocks of 32 slots, keys lie element by element.
+
+    Args:
+        kv_cache: [num_blocks, num_kv_heads, 32, 2 * head_size].
+    """
+    num_blocks, num_heads, block_size, both = kv_cache.shape
+    assert block_size == 32, "the CPU backend packs keys 32 at a time: use block_size=32"
+    keys, values = kv_cache.view(num_blocks, num_heads, 2 * block_size, both // 2).chunk(2, dim=2)
+    size = num_blocks, block_size, num_heads, both // 2
+    return keys.as_strided(size, (keys.stride(0), 1, keys.stride(1), block_size)), values.transpose(1, 2)
+
+
+@pytest.fixture
+def force_kernels():
+    """Return force(patch, exit_head_rows=None): engines opened from then on use `exit_head` and `kv_fill`.
+
+    They do as if the kernels had won, `exit_head` up to a number of rows, if given. The calls are counted in what is
+    returned.
+    """
+
+    def force(patch, exit_head_rows=None):
+        if not torch.cuda.is_available():
+            import vllm.v1.worker.cpu.shm  # noqa: F401  # as the worker: before anything of V2
+        from vllm_eesd.host import kernel_choice, v2_kernels, v2_kv_fill
+
+        calls = collections.Counter()
+
+        def counted(module, name):
+            original = getattr(module, name)
+
+            def call(*args, **kwargs):
+                calls[name] += 1
+                return original(*args, **kwargs)
+
+            patch.setattr(module, name, call)
+
+        def kernel_wins(kernel, fallback):
+            kernel()  # what it is timed with must run
+            calls.clear()
+            return 0.0, 1.0
+
+        if exit_head_rows is not None:
+            patch.setattr("vllm_eesd.host.v2.exit_head_rows", lambda *args: exit_head_rows)
+        counted(v2_kernels.exit_head_kernel, "exit_head")
+        counted(v2_kv_fill.kv_fill_kernel, "kv_fill")
+        patch.setattr(v2_kv_fill, "FILL_TOKENS", (1, 16))
+        patch.setattr(kernel_choice, "timer_for", lambda device, in_graphs: kernel_wins)
+        patch.setitem(v2_kv_fill.LAYOUTS, "CPU_ATTN", columns_of_a_block)
+        return calls
+
+    return force
+
+
+@pytest.fixture
+def forced_kernels(force_kernels, monkeypatch):
+    """`force_kernels` for one test: its Counter."""
+    return force_kernels(monkeypatch)
 
 
 @pytest.fixture

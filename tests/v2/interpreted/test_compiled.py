@@ -16,34 +16,35 @@ OPTIONS = {
 
 
 @pytest.fixture(scope="module")
-def target(tmp_path_factory):
-    directory = str(tmp_path_factory.mktemp("targets") / "eight_tokens")
-    exact.write_target(directory)
-    return directory
-
-
-@pytest.fixture(scope="module")
 def prompts():
     return np.random.default_rng(3).integers(0, exact.VOCAB_SIZE, (4, 9)).tolist()
 
 
 @pytest.fixture(scope="module")
-def expected(target, prompts):
+def expected(eight_token_target, prompts):
     import torch
     from transformers import LlamaForCausalLM
 
-    model = LlamaForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
+    model = LlamaForCausalLM.from_pretrained(eight_token_target, dtype=torch.float32).eval()
     answers = model.generate(
         torch.tensor(prompts), do_sample=False, min_new_tokens=NUM_TOKENS, max_new_tokens=NUM_TOKENS, eos_token_id=None
     )
     return [tuple(answer[len(prompts[0]) :]) for answer in answers.tolist()]
 
 
-def test_greedy_identity_with_everything_compiled(engine, greedy, target, cloned_head, prompts, expected, runner_of):
-    spec = {"method": "eesd", "model": cloned_head(target, 1, 1), "num_speculative_tokens": 3, "policy": "beta_ts"}
-    with engine(target, spec, async_scheduling=True, **OPTIONS) as llm:
+@pytest.mark.parametrize("ends_in", ["torch", "kernels"])
+def test_greedy_identity_with_everything_compiled(
+    engine, greedy, eight_token_target, cloned_head, prompts, expected, runner_of, ends_in, force_kernels, monkeypatch
+):
+    """Kernels: batches of up to two rows run the draft step that ends in one, larger ones the other, both compiled."""
+    calls = force_kernels(monkeypatch, exit_head_rows=2) if ends_in == "kernels" else None
+    head = cloned_head(eight_token_target, 1, 1)
+    spec = {"method": "eesd", "model": head, "num_speculative_tokens": 3, "policy": "beta_ts"}
+    with engine(eight_token_target, spec, async_scheduling=True, **OPTIONS) as llm:
         runner = runner_of(llm)
         assert runner.vllm_config.compilation_config.mode and not runner.speculator.model.do_not_compile
         assert greedy(llm, prompts, max_tokens=NUM_TOKENS) == expected
+        assert greedy(llm, prompts[:1], max_tokens=NUM_TOKENS) == expected[:1]
         (stats,) = llm.collective_rpc("eesd_stats")
     assert stats["drafted"] > stats["accepted"] > 0
+    assert calls is None or calls["exit_head"] and calls["kv_fill"]

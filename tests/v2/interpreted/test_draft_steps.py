@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 MAX_REQS, K, BLOCK_SIZE, MAX_MODEL_LEN = 4, 3, 4, 20
 #: What reads a value on the host: `item`, `bool`, boolean indexing.
-WAITING = ("_local_scalar_dense", "nonzero", "masked_select", "unique")
+WAITING = ("_local_scalar_dense", "item", "nonzero", "masked_select", "unique")
 
 
 class NoWaiting(TorchDispatchMode):
@@ -18,7 +18,10 @@ class NoWaiting(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         name = str(function)
-        assert not any(f"aten.{waiting}" in name for waiting in WAITING), f"{name} waits for the device"
+        waits = any(f"aten.{waiting}" in name for waiting in WAITING)
+        if "aten.index.Tensor" in name:
+            waits = any(index is not None and index.dtype == torch.bool for index in args[1])
+        assert not waits, f"{name} waits for the device"
         return function(*args, **(kwargs or {}))
 
 
@@ -71,6 +74,8 @@ def drafting(modules, monkeypatch):
 
 
 def prepare(drafting, idx_mapping, seq_lens, num_sampled, num_rejected):
+    from vllm_eesd.host.v2_draft_steps import TargetStep
+
     idx_mapping = torch.tensor(idx_mapping)
     drafting.idx_mapping.fill_(-1)
     drafting.idx_mapping[: len(idx_mapping)] = idx_mapping
@@ -82,10 +87,10 @@ def prepare(drafting, idx_mapping, seq_lens, num_sampled, num_rejected):
     )
     last_sampled = torch.tensor([[10], [20], [30], [40]])
     rejected = torch.tensor(num_rejected, dtype=torch.int32)
+    sampled = torch.tensor(num_sampled, dtype=torch.int32)
+    step = TargetStep(batch, torch.zeros(8, 2), sampled, rejected, last_sampled)
     with NoWaiting():
-        drafting._prepare(
-            batch, torch.zeros(8, 2), torch.tensor(num_sampled, dtype=torch.int32), rejected, last_sampled
-        )
+        drafting._prepare(step)
 
 
 def test_a_round_starts_at_the_bonus_token_and_writes_only_its_own_blocks(drafting):

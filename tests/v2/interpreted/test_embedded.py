@@ -41,9 +41,12 @@ def v1(engine, embedded_model):
             return complete(llm), llm.collective_rpc("eesd_stats")[0]
 
 
-def test_v2_drafts_as_v1_does(engine, embedded_model, plain, v1):
-    with engine(str(embedded_model), SPEC, **OPTIONS, async_scheduling=True) as llm:
+@pytest.mark.parametrize("ends_in", ["torch", "kernels"])
+def test_v2_drafts_as_v1_does(engine, embedded_model, plain, v1, ends_in, force_kernels, monkeypatch):
+    calls = force_kernels(monkeypatch) if ends_in == "kernels" else None
+    with engine(str(embedded_model), SPEC, **OPTIONS, block_size=32, async_scheduling=True) as llm:
         assert complete(llm) == plain
+        assert calls is None or calls["exit_head"] > 10 and calls["kv_fill"] > 10
         (stats,) = llm.collective_rpc("eesd_stats")
     if v1 is None:
         return

@@ -26,15 +26,8 @@ OPTIONS = {"max_num_seqs": 64, "max_model_len": 32, "num_gpu_blocks_override": 2
 
 
 @pytest.fixture(scope="module")
-def target(tmp_path_factory):
-    directory = str(tmp_path_factory.mktemp("targets") / "eight_tokens")
-    exact.write_target(directory)
-    return directory
-
-
-@pytest.fixture(scope="module")
-def expected(target):
-    logits = exact.target_logits(target, PROMPT)
+def expected(eight_token_target):
+    logits = exact.target_logits(eight_token_target, PROMPT)
     return [exact.joint_distribution(logits, PROMPT, sampling) for sampling in (SAMPLING, *OTHERS)]
 
 
@@ -52,18 +45,25 @@ def sample(engine, target, head, expected, num_samples, requests, **spec):
     return exact.judge([sum(counts[:alike]), *counts[alike:]], expected), stats
 
 
-def test_sampled_output_has_the_targets_distribution(engine, target, cloned_head, expected):
+@pytest.mark.parametrize("ends_in", ["torch", "kernels"])
+def test_sampled_output_has_the_targets_distribution(
+    engine, eight_token_target, cloned_head, expected, ends_in, force_kernels, monkeypatch
+):
     """From a draft vocabulary, which is all that drafting from the whole one is, and its logits scattered."""
-    head = cloned_head(target, 1, 1, (0, 2, 3, 4, 6, 7))  # the last layer is left out: good, not perfect
+    calls = force_kernels(monkeypatch) if ends_in == "kernels" else None
+    head = cloned_head(eight_token_target, 1, 1, (0, 2, 3, 4, 6, 7))  # the last layer is left out: good, not perfect
     policy = {"policy": "confidence", "policy_args": {"threshold": 0.4}, "draft_sample_method": "probabilistic"}
     requests = [SAMPLING | {"extra_args": {"eesd_policy": name}} for name in POLICIES] + OTHERS
-    verdict, stats = sample(engine, target, head, expected, NUM_SAMPLES, requests, **policy)
+    verdict, stats = sample(engine, eight_token_target, head, expected, NUM_SAMPLES, requests, **policy)
     assert verdict.p_value > SIGNIFICANCE, verdict
     assert 0.2 < stats["accepted"] / stats["drafted"] < 0.95
     assert stats["draft_length_histogram"][1] and stats["draft_length_histogram"][2]
+    assert calls is None or calls["exit_head"] and calls["kv_fill"]
 
 
-def test_likely_drafts_passed_off_as_sampled_are_noticed(engine, target, cloned_head, expected, monkeypatch):
+def test_likely_drafts_passed_off_as_sampled_are_noticed(
+    engine, eight_token_target, cloned_head, expected, monkeypatch
+):
     """The test above can fail: the most probable token, verified as if it had been drawn, comes out too often."""
     from vllm_eesd.host.v2 import EarlyExitSpeculator
 
@@ -74,7 +74,7 @@ def test_likely_drafts_passed_off_as_sampled_are_noticed(engine, target, cloned_
         return logits.argmax(dim=-1)
 
     monkeypatch.setattr(EarlyExitSpeculator, "_sample", most_probable)
-    head = cloned_head(target, 1, 1)
+    head = cloned_head(eight_token_target, 1, 1)
     spec = {"policy": "fixed", "draft_sample_method": "probabilistic"}
-    verdict, _ = sample(engine, target, head, expected[:1], NUM_SAMPLES_PLANTED, [SAMPLING], **spec)
+    verdict, _ = sample(engine, eight_token_target, head, expected[:1], NUM_SAMPLES_PLANTED, [SAMPLING], **spec)
     assert verdict.p_value < SIGNIFICANCE

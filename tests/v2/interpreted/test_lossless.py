@@ -18,6 +18,7 @@ ENGINES = {
         {"policy": "confidence", "policy_args": {"threshold": 0.15}},
         {"async_scheduling": True},
     ),
+    "asynchronous, exit_head and kv_fill": ({"policy": "beta_ts"}, {"async_scheduling": True}),
 }
 
 
@@ -60,8 +61,21 @@ def plain(engine, greedy, random_target, prompts):
 
 @pytest.mark.usefixtures("corrupted_drafts")
 @pytest.mark.parametrize("kind", ENGINES)
-def test_greedy_identity(engine, greedy, random_target, cloned_head, prompts, plain, kind, preemptions, runner_of):
+def test_greedy_identity(
+    engine,
+    greedy,
+    random_target,
+    cloned_head,
+    prompts,
+    plain,
+    kind,
+    preemptions,
+    runner_of,
+    force_kernels,
+    monkeypatch,
+):
     policy, options = ENGINES[kind]
+    calls = force_kernels(monkeypatch) if "kv_fill" in kind else None
     spec = {"method": "eesd", "num_speculative_tokens": K, "model": cloned_head(random_target, 7, 7)} | policy
     with engine(random_target, spec, **TIGHT, **options) as llm:
         assert runner_of(llm).scheduler_config.async_scheduling == options["async_scheduling"]
@@ -78,3 +92,4 @@ def test_greedy_identity(engine, greedy, random_target, cloned_head, prompts, pl
     assert np.count_nonzero(stats["draft_length_histogram"]) >= 3  # at ragged lengths,
     assert stats["draft_length_histogram"][0] > 0  # none at all among them
     assert preemptions
+    assert calls is None or calls["exit_head"] and calls["kv_fill"]

@@ -1,0 +1,175 @@
+"""The KV fill on Model Runner V2 as one kernel, `kv_fill`, where it is faster than what it replaces.
+
+What it replaces (key norm, rotary embedding, the backend's write) is partly compiled and fused, which a start has no
+time for twice. So it is timed against less, one pass over the keys and the write: where it wins here, it wins there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from vllm_eesd.host import kernel_choice
+from vllm_eesd.host.compat import VllmConfig, direct_register_custom_op, get_forward_context
+from vllm_eesd.host.exit_layer import ExitHead
+from vllm_eesd.host.kernel_choice import Timer, Timing
+from vllm_eesd.host.layer_call import is_plain_norm
+from vllm_eesd.host.v2_compat import RotaryEmbedding
+from vllm_eesd.kernels import kv_fill as kv_fill_kernel
+
+#: Tokens of a forward at which `kv_fill` is timed, decoding and prompts; one graph serves all, so it must win at each.
+FILL_TOKENS = (1, 16, 128, 1024)
+#: Slots of a block of the cache that is written meanwhile; which number it is changes nothing.
+TIMED_BLOCK_SIZE = 32
+Views = tuple[torch.Tensor, torch.Tensor]
+
+
+def _side_by_side(kv_cache: torch.Tensor) -> Views:
+    """[num_blocks, num_kv_heads, block_size, 2 * head_size] as keys and values [block, slot, head, element]."""
+    keys, values = kv_cache.transpose(1, 2).chunk(2, dim=-1)
+    return keys, values
+
+
+#: Attention backends whose cache `kv_fill` can address, and how.
+LAYOUTS: dict[str, Callable[[torch.Tensor], Views]] = dict.fromkeys(
+    ("FLASH_ATTN", "TRITON_ATTN", "FLASHINFER"), _side_by_side
+)
+#: `kv_cache_dtype` of a cache, and the dtype its bytes are read as; None leaves it as it is.
+CACHE_DTYPES = {
+    "auto": None,
+    "bfloat16": None,
+    "float16": None,
+    "fp8": torch.float8_e4m3fn,
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
+}
+
+
+def fill_rotated(
+    hidden_states: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    positions: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    is_neox: bool,
+    k_norm_weight: torch.Tensor | None,
+    eps: float,
+    layer_name: str,
+) -> None:
+    """Norm and rotate keys, write K/V of all scheduled tokens into the exit layer's cache: `kv_fill`, one launch.
+
+    Args:
+        hidden_states: see `exit_layer.kv_fill`.
+        key, value: [num_tokens, num_kv_heads * head_size], as the projection left them.
+        positions: [num_tokens] int64.
+        The others: see `kernels.kv_fill_reference.kv_fill`; the layer's name is its `Attention`'s.
+    """
+    context = get_forward_context()
+    slot_mapping = context.slot_mapping.get(layer_name)
+    if slot_mapping is None:  # profiling and warm-up
+        return
+    attention = context.no_compile_layers[layer_name]
+    rotation = positions, cos_sin_cache, is_neox
+    _fill(attention, attention.kv_cache, slot_mapping, key, value, *rotation, k_norm_weight, eps)
+
+
+def _fill(
+    attention: Any,
+    kv_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    positions: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    is_neox: bool,
+    k_norm_weight: torch.Tensor | None,
+    eps: float,
+) -> None:
+    caches = LAYOUTS[attention.attn_backend.get_name()](kv_cache)
+    dtype = CACHE_DTYPES[attention.kv_cache_dtype]
+    scaled = {} if dtype is None else {"k_scale": attention._k_scale, "v_scale": attention._v_scale}
+    kv_fill_kernel.kv_fill(
+        key.view(len(key), attention.num_kv_heads, attention.head_size),
+        value.view(len(value), attention.num_kv_heads, attention.head_size_v),
+        positions,
+        cos_sin_cache,
+        slot_mapping,
+        *(caches if dtype is None else (cache.view(dtype) for cache in caches)),
+        is_neox=is_neox,
+        k_norm_weight=k_norm_weight,
+        eps=eps,
+        **scaled,
+    )
+
+
+def _fill_fake(
+    hidden_states: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    positions: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    is_neox: bool,
+    k_norm_weight: torch.Tensor | None,
+    eps: float,
+    layer_name: str,
+) -> None:
+    return None
+
+
+_LIBRARY = torch.library.Library("eesd", "FRAGMENT")
+direct_register_custom_op("kv_fill_rotated", fill_rotated, ["hidden_states"], _fill_fake, target_lib=_LIBRARY)
+
+
+def kv_fill_obstacle(head: ExitHead) -> str | None:
+    """Return what keeps the `kv_fill` kernel from filling this head's cache; None if nothing does."""
+    self_attention = head.layer.self_attn
+    attention, rotary, norm = self_attention.attn, self_attention.rotary_emb, getattr(self_attention, "k_norm", None)
+    if (backend := attention.attn_backend.get_name()) not in LAYOUTS:
+        return f"attention backend {backend}"
+    if attention.kv_cache_dtype not in CACHE_DTYPES:
+        return f"KV cache dtype {attention.kv_cache_dtype}"
+    if attention.head_size != attention.head_size_v:
+        return "keys and values have different head sizes"
+    if not isinstance(rotary, RotaryEmbedding) or type(rotary).forward_native is not RotaryEmbedding.forward_native:
+        return f"rotary embedding {type(rotary).__name__}"
+    return None if norm is None or is_plain_norm(norm) else f"key norm {type(norm).__name__}"
+
+
+@torch.inference_mode()
+def use_kv_fill(head: ExitHead | None, vllm_config: VllmConfig, timer: Timer | None) -> bool:
+    """Return whether the KV fill should be the `kv_fill` kernel; a head without KV has none.
+
+    Args:
+        timer: `kernel_choice.timer_for`.
+    """
+    if timer is None or head is None or head.attention_name is None:
+        return False
+    if obstacle := kv_fill_obstacle(head):
+        kernel_choice.log_not_used("kv_fill", obstacle)
+        return False
+    most = vllm_config.scheduler_config.max_num_batched_tokens
+    sizes = sorted({min(size, most) for size in FILL_TOKENS})
+    dtype = vllm_config.model_config.dtype
+    return bool(kernel_choice.decide("kv_fill", sizes, lambda size: _time_fill(head, dtype, timer, size), True))
+
+
+def _time_fill(head: ExitHead, dtype: torch.dtype, timer: Timer, num_tokens: int) -> Timing:
+    """Time both ways into a cache of its own: the engine has none yet."""
+    self_attention = head.layer.self_attn
+    attention, rotary, norm = self_attention.attn, self_attention.rotary_emb, getattr(self_attention, "k_norm", None)
+    num_heads, head_size, device = attention.num_kv_heads, attention.head_size, rotary.cos_sin_cache.device
+    shape = -(-num_tokens // TIMED_BLOCK_SIZE), num_heads, TIMED_BLOCK_SIZE, 2 * head_size
+    is_float8 = CACHE_DTYPES[attention.kv_cache_dtype] is not None
+    cache = torch.zeros(shape, dtype=torch.uint8 if is_float8 else dtype, device=device)
+    key, value = torch.ones(2, num_tokens, num_heads * head_size, dtype=dtype, device=device)
+    slots = torch.arange(num_tokens, device=device)
+    arguments = key, value, slots % len(rotary.cos_sin_cache), rotary.cos_sin_cache, rotary.is_neox_style
+    norming = (None, 0.0) if norm is None else (norm.weight, norm.variance_epsilon)
+
+    def write() -> None:
+        by_head = [tensor.view(num_tokens, num_heads, head_size) for tensor in (key * 2, value)]
+        attention.impl.do_kv_cache_update(attention, *by_head, cache, slots)
+
+    return Timing(num_tokens, *timer(lambda: _fill(attention, cache, slots, *arguments, *norming), write))
