@@ -12,6 +12,7 @@ from rich.console import Console
 
 from vllm_eesd import cli
 from vllm_eesd.bench import demo, engines, hardware, latency, prompts
+from vllm_eesd.bench import measure as measuring
 from vllm_eesd.bench.engines import EngineSettings, fit_max_model_len
 from vllm_eesd.bench.measure import Runs, count_rounds, first_difference, measure, paired_ratios, round_statistics, rows
 from vllm_eesd.bench.prompts import read_prompts
@@ -86,6 +87,17 @@ def test_prefixes_are_forgotten_before_every_timed_pass_and_counters_reset_after
         if isinstance(what, int):
             assert journal[at - 1] in ((name, "forget"), (name, what))
     assert sum(what == "forget" for _, what in journal) == 3 * (1 + 3)
+
+
+def test_plain_warms_up_with_one_batch_and_the_others_with_all_that_is_counted(monkeypatch):
+    seen = []
+    count = measuring.count_rounds
+    monkeypatch.setattr(
+        measuring, "count_rounds", lambda e, batches, n: (seen.append((e.name, len(batches))), count(e, batches, n))[1]
+    )
+    runs, _ = run_measure(prompts=3)
+    assert seen == [("plain", 1), ("eesd", 3), ("ngram", 3)]
+    assert runs["plain"].counters == {"rounds": 3, "emitted": 3}
 
 
 def test_prompts_run_in_batches_and_the_last_may_be_smaller():

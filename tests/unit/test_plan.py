@@ -114,6 +114,17 @@ def test_measured_mode_says_how_far_the_model_is_off(tmp_path, embedded_model, c
     assert "off by" in capsys.readouterr().out
 
 
+def test_measured_mode_finds_a_size_in_the_cell_that_it_shares(tmp_path, embedded_model):
+    """The cost model keeps 16 requests under 17, the end of a cell."""
+    shape = Shape.read(str(embedded_model))
+    costs = costs_of(FittedRoofline(shape, 3, "float32", 256, Overheads(2.0, 0.2, 0.3), 10.0, 60.0), 16, 8)
+    costs["verify_ms"]["17"] = costs["verify_ms"].pop("16")
+    path, out = trace(tmp_path, costs), tmp_path / "plan.json"
+    flags = ["--model", str(embedded_model), "--exit-layer", "2", "--gpu", "measured", "--context", "256"]
+    assert cli.main(["plan", *flags, "--trace", path, "--batch", "1,16,64", "--json", str(out)]) == 0
+    assert [row["batch"] for row in json.loads(out.read_text())["rows"]] == [1, 16]
+
+
 def test_the_model_explains_what_was_measured_on_the_embedded_model(tmp_path, embedded_model):
     """Recorded on a shared machine: single points are far off, so the median is what can be held to something."""
     path, out = embedded_model.parent / "traces" / "held_out_code.jsonl.gz", tmp_path / "plan.json"

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from vllm_eesd.policy import BetaPosterior, build_policy
+from vllm_eesd.policy.costs import cell_of
 from vllm_eesd.simulate.peers import FixedLength
 from vllm_eesd.simulate.replay import PolicyDrafter, replay
 from vllm_eesd.simulate.roofline import GPUS, Overheads, Roofline, Shape, costs_of
@@ -156,7 +157,8 @@ def plan_measured(
 
     points = points_of(trace.costs)
     # Other sizes were seen while the last requests ran out, if at all.
-    measured_sizes = sorted({point.num_reqs for point in points if not point.is_draft} & set(args.batch))
+    seen = {point.num_reqs for point in points if not point.is_draft}
+    measured_sizes = [batch for batch in sorted(set(args.batch)) if cell_of(batch) in seen]
     if not measured_sizes:
         raise ValueError(f"--batch {args.batch} holds no size that the trace's header has measured costs of")
     rounds = [ms for _, ms in trace.costs["draft_round_ms"]]
