@@ -13,7 +13,9 @@ import sys
 import vllm_eesd
 
 USER_ERROR = 2
-METHODS_HELP = "of plain, eesd, eesd-head, ngram, suffix, draft_model, eagle; comma-separated (default plain,eesd,ngram)"
+METHODS_HELP = (
+    "of plain, eesd, eesd-head, ngram, suffix, draft_model, eagle; comma-separated (default plain,eesd,ngram)"
+)
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 
 
