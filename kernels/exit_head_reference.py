@@ -201,7 +201,8 @@ def _project(
     if norm_weight is not None:
         hidden_states = F.rms_norm(hidden_states, norm_weight.shape, norm_weight, eps)
     if weight_scale is None:
-        return F.linear(hidden_states, weight)
+        # On CPUs with AMX torch 2.13 reads past bfloat16 rows of odd length; between strided ones may be anything.
+        return F.linear(hidden_states.contiguous(), weight)
     logits = F.linear(hidden_states.float(), weight.float()) * weight_scale
     return logits.to(hidden_states.dtype)
 

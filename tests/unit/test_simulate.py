@@ -124,11 +124,8 @@ class CopiesAll(DraftLengthPolicy):
 
     copies_text = True
 
-    def begin_round(self, slots, limits):
-        self._limits = limits
-
-    def copy(self, slots, chances):
-        copied = np.where(chances[:, 1] > 0, np.minimum(self._limits, 8), 0)
+    def copy(self, slots, chances, limits):
+        copied = np.where(chances[:, 1] > 0, np.minimum(limits, 8), 0)
         self.copied[slots] = copied
         return copied
 
