@@ -73,21 +73,21 @@ class Size:
         return self.alone if batch == 1 and self.alone is not None else self.prompts
 
 
-#: Meant to take less than 19 minutes together on two cores, of which starting the engines is about a third.
+#: Meant to take less than 20 minutes together on two slow cores, of which starting the engines is about a third.
 WORKLOADS = {
-    HELD_OUT: Size(16, (1, 4, 8, 16), 3, head_alone=True),
+    HELD_OUT: Size(16, (1, 4, 8, 16), 3, head_alone=True, alone=8),
     "repetitive_code": Size(8, (1, 8), 3, alone=4),
     # Greedy, the model repeats itself behind them: then nothing is as easy to draft as what cannot be predicted.
     "random_tokens": Size(8, (1, 8), 3, alone=4, max_tokens=64, temperature=2.0),
     "multi_turn": Size(8, (1, 8), 3, alone=4, max_tokens=64),
-    "long_context": Size(8, (1, 8), 3, alone=2, max_tokens=64),
+    "long_context": Size(4, (1, 4), 3, alone=2, max_tokens=64),
     "mixed": Size(24, (1, 8), 3, alone=6, max_tokens=64),
 }
 #: Held-out code once more, drafted for by what was trained on equally many tokens: an exit head and the trained peers.
 SAME_BUDGET, SAME_BUDGET_SIZE = "same_budget", Size(8, (1, 8), 3, head_alone=True, alone=4)
 BUDGET_HEAD = f"{MODEL}/peers/exit_head"
-RATES, REQUESTS, ARRIVAL_ROUNDS, SEED = (2.0, 6.0), 10, 3, 0
-WATERFALL = ["--tokens", "64", "--rounds", "2"]
+RATES, REQUESTS, ARRIVAL_ROUNDS, SEED = (2.0, 6.0), 8, 2, 0
+WATERFALL = ["--tokens", "64", "--rounds", "1"]
 QUICK_SIZE = Size(4, (1, 2, 4), 3, head_alone=True, alone=1, max_tokens=16)
 QUICK_WATERFALL = ["--tokens", "16", "--rounds", "1"]
 
