@@ -216,15 +216,17 @@ def plot_speedup(path: Path, latency: dict[str, list[dict[str, Any]]]) -> None:
     methods.remove("plain")
     for axes, (workload, rows) in zip(panels, latency.items(), strict=True):
         batches = list(dict.fromkeys(row["batch"] for row in rows))
-        for number, method in enumerate(methods):
+        here = [method for method in methods if any(row["method"] == method for row in rows)]
+        for number, method in enumerate(here):
             drawn = [row for row in rows if row["method"] == method and row["speedup_vs_plain"] is not None]
             if not drawn:
                 continue
-            at = [batches.index(row["batch"]) + 0.8 * (number - (len(methods) - 1) / 2) / len(methods) for row in drawn]
+            at = [batches.index(row["batch"]) + 0.8 * (number - (len(here) - 1) / 2) / len(here) for row in drawn]
             heights = [row["speedup_vs_plain"] for row in drawn]
             ends = zip(*(interval(row) for row in drawn), strict=True)
             lengths = [[abs(h - end) for h, end in zip(heights, side, strict=True)] for side in ends]
-            axes.bar(at, heights, 0.8 / len(methods), label=method, color=f"C{number}", yerr=lengths, capsize=2)
+            color = f"C{methods.index(method)}"
+            axes.bar(at, heights, 0.8 / len(here), label=method, color=color, yerr=lengths, capsize=2)
         axes.axhline(1.0, color="black", linewidth=0.8)
         axes.set_xticks(range(len(batches)), [str(batch) for batch in batches])
         axes.set_xlabel("requests at once")
