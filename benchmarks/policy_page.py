@@ -97,8 +97,8 @@ def live(rows: list[dict], target: str) -> list[str]:
     lines = [
         f"Measured in the engine on {target},",
         f"{first['hardware']}; {first['max_tokens']} tokens a prompt, {first['rounds']} interleaved rounds, medians",
-        "and ranges (`benchmarks/bench_live_policies.py`). `off` is EESD loaded and no request drafting; a step is plain",
-        "vLLM's:",
+        "and ranges (`benchmarks/bench_live_policies.py`). `off` is EESD loaded and no request drafting; a step is",
+        "plain vLLM's:",
         "",
         "| workload | batch | ms a step | goodput vs plain | best fixed vs plain | goodput vs it | off vs plain |",
         "|---|---|---|---|---|---|---|",
