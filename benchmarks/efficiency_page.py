@@ -43,7 +43,6 @@ def waterfall_section(rows: list[dict[str, Any]], table: Table, origin: str) -> 
             f"{row['idle_ratio']:.3f}",
         )
         for row in rows
-        if "overhead_ratio" in row
     ]
     times = ("plain step, ms", "EESD round, ms")
     headings = ("batch", *times, "tokens per round", "measured", "ideal", "measured / ideal", "explained")
@@ -62,7 +61,8 @@ def waterfall_section(rows: list[dict[str, Any]], table: Table, origin: str) -> 
         f"timers around named methods account for. {origin}\n\n```\npython benchmarks/waterfall.py --tokens "
         f"{first['tokens']} --rounds {first['rounds']} --json waterfall.json\n```\n\n"
         + table(headings, summary)
-        + (f"\n{BESIDE}\n\n" + table(BESIDE_HEADINGS, beside) if beside else "")
+        + f"\n{BESIDE}\n\n"
+        + table(BESIDE_HEADINGS, beside)
         + "\nMilliseconds a step:\n\n"
         + table(("piece", *columns), pieces)
         + "\n![From a plain step to EESD's round](results-waterfall.png)\n"

@@ -164,7 +164,7 @@ def same_budget(session: Session, peers: list[str], longest: int, quick: bool) -
     With engines of their own, started when the others are gone: so many would not fit into memory at once.
     """
     settings, prompts = replace(session.settings, head=BUDGET_HEAD), {SAME_BUDGET: session.prompts[HELD_OUT]}
-    size = replace(QUICK_SIZE, head_alone=True) if quick else SAME_BUDGET_SIZE
+    size = QUICK_SIZE if quick else SAME_BUDGET_SIZE
     with running_engines(["plain", "eesd-head", *peers], settings, longest, session.progress) as engines:
         return latency(replace(session, engines=engines, settings=settings, prompts=prompts), SAME_BUDGET, size)
 

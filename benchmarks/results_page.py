@@ -102,11 +102,11 @@ def commands(rows: list[dict[str, Any]]) -> str:
     for what in dict.fromkeys(what_of.values()):
         prompts, *methods = what
         words = ["eesd", "bench", "latency", "--model", first["model"], "--prompts", prompts]
-        words += ["--head", first["head"]] if first.get("head") else []
+        words += ["--head", first["head"]] if first["head"] else []
         batches = [str(batch) for batch, some in what_of.items() if some == what]
         words += ["--methods", ",".join(methods), "--batch", ",".join(batches)]
         words += ["--max-tokens", str(first["max_tokens"]), "--rounds", str(first["rounds"]), "--dtype", first["dtype"]]
-        words += ["--temperature", f"{first['temperature']:g}"] if first.get("temperature") else []
+        words += ["--temperature", f"{first['temperature']:g}"] if first["temperature"] else []
         lines.append(shlex.join([*words, "--policy", first["policy"]]))
     return "\n".join(lines)
 
@@ -142,7 +142,7 @@ def latency_section(workload: str, rows: list[dict[str, Any]]) -> str:
     ]
     headings = ("batch", "method", "tokens/s", "speedup", "tokens per round", "drafted", "accepted", "output identical")
     about = f"{WORKLOADS[workload]} " if workload in WORKLOADS else ""
-    sampled = f" at temperature {first['temperature']:g}" if first.get("temperature") else ""
+    sampled = f" at temperature {first['temperature']:g}" if first["temperature"] else ""
     return (
         f"## {workload.replace('_', ' ').capitalize()}\n\n{about}{num_prompts(rows)}, {first['max_tokens']} new "
         f"tokens each{sampled}, {first['rounds']} rounds. {origin(first)}\n\n```\n{commands(rows)}\n```\n\n"

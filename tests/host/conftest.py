@@ -161,3 +161,17 @@ def preemptions(monkeypatch):
 
     monkeypatch.setattr(Scheduler, "_preempt_request", counting)
     return seen
+
+
+@pytest.fixture
+def everything_copied(monkeypatch):
+    """`goodput` copies every n-gram continuation to its end, however unlikely."""
+    import numpy as np
+
+    from vllm_eesd.policy.goodput import Goodput
+
+    def copy(self, slots, chances, limits):
+        self.copied[slots] = np.where(chances[:, 1] > 0, limits, 0)
+        return self.copied[slots]
+
+    monkeypatch.setattr(Goodput, "copy", copy)

@@ -15,7 +15,6 @@ from vllm_eesd.config import EESDConfig
 from vllm_eesd.host import circuit_breaker, verification
 from vllm_eesd.host.draft_sampling import DraftSampling
 from vllm_eesd.policy import CostModel
-from vllm_eesd.policy.goodput import Goodput
 
 #: Some tokens of the vocabulary twice and some not at all, so that penalties differ between tokens.
 PROMPT = (3, 1, 4, 1, 5)
@@ -237,21 +236,10 @@ def test_faults_while_drafts_are_drawn_bias_nothing(llm, distributions, monkeypa
     counts["planted faults survived"] += len(faults)
 
 
-def copy_whatever_there_is(monkeypatch):
-    """`goodput` copies every continuation to its end, however unlikely."""
-
-    def copy(self, slots, chances, limits):
-        self.copied[slots] = np.where(chances[:, 1] > 0, limits, 0)
-        return self.copied[slots]
-
-    monkeypatch.setattr(Goodput, "copy", copy)
-
-
 @pytest.mark.feature("sampling, n-gram continuations", "the same distribution")
 @pytest.mark.parametrize("llm", DRAFT_SAMPLE_METHODS, indirect=True)
 @pytest.mark.parametrize("names", [OURS, tuple(SAMPLINGS)], ids=["ours", "vllm"])
-def test_copied_continuations(llm, distributions, monkeypatch, names):
-    copy_whatever_there_is(monkeypatch)
+def test_copied_continuations(llm, distributions, everything_copied, names):
     verdict, stats = verdict_on(llm, distributions, names, policy="goodput")
     assert verdict.p_value > SIGNIFICANCE, verdict
     assert NUM_SAMPLES // 15 < stats["copied_accepted"] < stats["copied"] - NUM_SAMPLES // 15, stats
@@ -259,8 +247,7 @@ def test_copied_continuations(llm, distributions, monkeypatch, names):
 
 
 @pytest.mark.parametrize("llm", ["probabilistic"], indirect=True)
-def test_a_copy_taken_for_a_drawn_draft_is_caught(llm, distributions, monkeypatch, verified):
-    copy_whatever_there_is(monkeypatch)
+def test_a_copy_taken_for_a_drawn_draft_is_caught(llm, distributions, everything_copied, monkeypatch, verified):
     monkeypatch.setattr(DraftSampling, "keep_certain", lambda *args: None)
     verdict, _ = verdict_on(llm, distributions, ["T=1"], NUM_SAMPLES_PLANTED, policy="goodput")
     assert verdict.p_value < SIGNIFICANCE, verdict

@@ -103,17 +103,10 @@ def test_lora_requests_are_served_right_and_draft_nothing(
 
 
 @pytest.mark.feature("LoRA on the target, n-gram continuations", "the same answers")
-def test_lora_requests_copy_what_their_text_suggests(engine, random_target, cloned_head, adapter, monkeypatch):
+def test_lora_requests_copy_what_their_text_suggests(engine, random_target, cloned_head, adapter, everything_copied):
     from vllm import SamplingParams
     from vllm.lora.request import LoRARequest
 
-    from vllm_eesd.policy.goodput import Goodput
-
-    def copy(self, slots, chances, limits):
-        self.copied[slots] = np.where(chances[:, 1] > 0, limits, 0)
-        return self.copied[slots]
-
-    monkeypatch.setattr(Goodput, "copy", copy)
     lora = LoRARequest("adapter", 1, adapter)
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, detokenize=False)
     # The second prompt holds what follows the first one: what is copied of it comes true.

@@ -54,6 +54,8 @@ def row(method, batch, **more):
         "prompts": "p.jsonl",
         "num_prompts": 6,
         "policy": "goodput",
+        "head": None,
+        "temperature": 0.0,
     }
     return base | more
 
@@ -78,6 +80,7 @@ def results(tmp_path):
     plain = {"step_ms": 3.125, "pieces": pieces, "explained": 0.96, "tokens": 2}
     drafting = plain | {"step_ms": 6.5, "pieces": pieces | {"draft forward": 1.5}, "explained": 0.98, "tokens": 6.5}
     more = {"measured_speedup": 1.5625, "ideal_speedup": 2.1964, "efficiency": 0.7115, "prompts": 5, "tokens": 44}
+    more |= {"draft_step_ratio": 0.91, "overhead_ratio": 1.24, "idle_ratio": 1.017}
     more |= {"waterfall": [["plain step", 3.125], ["draft forward", 1.5], ["forward of the drafts", 1.875]]}
     (tmp_path / "waterfall.json").write_text(json.dumps([row("", 2) | {"plain": plain, "eesd": drafting} | more]))
     predicted = {"batch": 8, "measured": 2.0, "at_measured_costs": 2.25, "at_modelled_costs": 1.75}
@@ -107,6 +110,7 @@ def test_the_page_says_what_the_files_say(page_of, results):
     assert "| draft forward | 0.000 | 1.500 |" in text and "5 held-out prompts, 44 new tokens each" in text
     assert "| 8 | 2.00x | 2.25x (+12%) | 1.75x (-12%) |" in text and "recorded acceptance (T.gz)" in text
     assert "- `suffix` is left out: not built." in text
+    assert "| 2 | 0.91 | 1.24 | 1.017 |" in text
     assert "- `eagle` of the same budget was trained on 7.50 M tokens in 42 minutes; the exit head that" in text
     assert "is shipped, on 15.4 M." in text
     assert "| fill | ours | 0.123 |" in text and "GPU; torch=2; commit fff." in text

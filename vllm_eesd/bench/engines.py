@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import sys
@@ -71,6 +72,16 @@ class EngineSettings:
     exit_layer: int | None = None
     peers: str | None = None
     temperature: float = 0.0
+
+    @classmethod
+    def of(cls, args: argparse.Namespace) -> EngineSettings:
+        """Return the settings that `eesd bench latency` and `throughput` were asked for.
+
+        Raises:
+            ValueError: a value is not usable; one line.
+        """
+        names = ("model", "head", "dtype", "num_speculative_tokens", "policy", "peers", "temperature")
+        return cls(**{name: getattr(args, name) for name in names})
 
     @property
     def exact(self) -> bool:

@@ -34,15 +34,7 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ValueError: a flag, the prompts or the model are not usable; one line.
     """
-    settings = EngineSettings(
-        args.model,
-        args.head,
-        args.dtype,
-        args.num_speculative_tokens,
-        args.policy,
-        peers=args.peers,
-        temperature=args.temperature,
-    )
+    settings = EngineSettings.of(args)
     check_methods(args.methods, settings)
     source = chosen_file(args)
     texts = read_prompts(source)
