@@ -17,6 +17,9 @@ MAX_MATCH, MAX_SEARCHED = 16, 32768
 #: Pseudo-counts of a matched length's rate before anything is seen: m matched tokens are taken for m successes and two
 #: failures. Older outcomes fade: a workload that repeats less must be noticed before copies for it cost much.
 SMOOTHING, MEMORY = 8.0, 50.0
+#: A text is familiar if most of its last tokens, about so many, stood in it before: a match is worth more there than one
+#: by chance in a text that repeats nothing.
+FAMILIARITY_MEMORY, MOST = 16.0, 0.5
 #: A request's own outcomes by matched length, in classes 1, 2-3, 4-7, 8 and more: the weight of the common rate, in
 #: outcomes, and what one outcome is worth after the next.
 NUM_CLASSES, COMMON_WEIGHT, OWN_KEPT = 4, 16.0, 0.95
@@ -27,8 +30,8 @@ class NgramContinuations:
 
     The tokens behind the longest earlier occurrence of the text's end (of several, the latest) are copied, on into the
     copy itself where the text ends. Token j + 1 of a continuation behind m matched tokens extends a match of m + j: one
-    rate for each matched length, learned over all requests and leaned on by each request's own outcomes, gives them
-    all.
+    rate for each matched length, learned over all requests whose texts are as familiar and leaned on by each request's
+    own outcomes, gives them all.
 
     Args:
         max_num_reqs: request slots.
@@ -43,8 +46,11 @@ class NgramContinuations:
         self._matched = np.zeros(max_num_reqs, dtype=np.int64)
         self._text_length = np.zeros(max_num_reqs, dtype=np.int64)
         lengths = np.arange(MAX_MATCH + 1)
-        #: Tokens judged and right, by matched length; by slot and class of lengths.
-        self._common = np.stack([np.full(MAX_MATCH + 1, SMOOTHING), SMOOTHING * lengths / (lengths + 2.0)])
+        #: Share of the latest tokens that stood in the text before, by slot; negative: unknown.
+        self._familiarity = np.full(max_num_reqs, -1.0)
+        #: Tokens judged and right, by whether the text is familiar and matched length; by slot and class of lengths.
+        given = np.stack([np.full(MAX_MATCH + 1, SMOOTHING), SMOOTHING * lengths / (lengths + 2.0)])
+        self._common = np.stack([given, given], axis=1)
         self._own = np.zeros((2, max_num_reqs, NUM_CLASSES))
         nobody = np.zeros(0, dtype=np.int64)  # compiles: no request waits for that
         self.update(nobody, np.zeros((0, 1), dtype=np.int32), nobody, nobody, nobody.astype(bool))
@@ -53,6 +59,7 @@ class NgramContinuations:
     def reset(self, slots: np.ndarray) -> None:
         """Forget whoever had these slots."""
         self._matched[slots] = 0
+        self._familiarity[slots] = -1.0
         self._own[:, slots] = 0.0
 
     def update(
@@ -76,6 +83,7 @@ class NgramContinuations:
             self.tokens,
             self._matched,
             self._text_length,
+            self._familiarity,
             self._common,
             self._own,
         )
@@ -86,13 +94,27 @@ class NgramContinuations:
         It is 0 from j = 1 on where there is no continuation.
         """
         chances = np.empty((len(slots), self.tokens.shape[1] + 1))
-        _chances(slots, self._matched, self._common, self._own, chances)
+        _chances(slots, self._matched, self._familiarity, self._common, self._own, chances)
         return chances
 
 
 @numba.njit(cache=True)
 def _class_of(length: int) -> int:
     return 3 if length >= 8 else 2 if length >= 4 else 1 if length >= 2 else 0
+
+
+@numba.njit(cache=True)
+def _familiarity(text: np.ndarray, num_new: int, familiarity: float) -> float:
+    """Return the share of the latest tokens that stood in the text before, the new ones at its end taken in."""
+    for end in range(max(len(text) - num_new, 0), len(text)):
+        stood = 0.0
+        for position in range(end - 1, -1, -1):
+            if text[position] == text[end]:
+                stood = 1.0
+                break
+        before = familiarity if familiarity >= 0.0 else stood
+        familiarity = before + (stood - before) / FAMILIARITY_MEMORY
+    return familiarity
 
 
 @numba.njit(cache=True)
@@ -121,6 +143,7 @@ def _update(
     tokens: np.ndarray,
     matched: np.ndarray,
     text_length: np.ndarray,
+    familiarity: np.ndarray,
     common: np.ndarray,
     own: np.ndarray,
 ) -> None:
@@ -129,6 +152,7 @@ def _update(
         text = texts[rows[index], : num_tokens[index]]
         if matched[slot] > 0:
             emitted = text[text_length[slot] :]
+            known = int(familiarity[slot] >= MOST)
             for j in range(min(len(emitted), tokens.shape[1])):
                 length = min(matched[slot] + j, MAX_MATCH)
                 right = 1.0 if emitted[j] == tokens[slot, j] else 0.0
@@ -136,13 +160,15 @@ def _update(
                 own[0, slot, kind] = own[0, slot, kind] * OWN_KEPT + 1.0
                 own[1, slot, kind] = own[1, slot, kind] * OWN_KEPT + right
                 if shares[index]:
-                    kept = min(1.0, MEMORY / (common[0, length] + 1.0))
-                    common[0, length] = kept * (common[0, length] + 1.0)
-                    common[1, length] = kept * (common[1, length] + right)
+                    kept = min(1.0, MEMORY / (common[0, known, length] + 1.0))
+                    common[0, known, length] = kept * (common[0, known, length] + 1.0)
+                    common[1, known, length] = kept * (common[1, known, length] + right)
                 if right == 0.0:
                     break
-        text_length[slot] = len(text)
         searched = text[max(len(text) - MAX_SEARCHED, 0) :]
+        num_new = len(text) - text_length[slot] if familiarity[slot] >= 0.0 else int(2 * FAMILIARITY_MEMORY)
+        familiarity[slot] = _familiarity(searched, num_new, familiarity[slot])
+        text_length[slot] = len(text)
         matched[slot], follower = _longest_match(searched)
         period = len(searched) - follower
         for j in range(tokens.shape[1]):
@@ -150,16 +176,24 @@ def _update(
 
 
 @numba.njit(cache=True)
-def _chances(slots: np.ndarray, matched: np.ndarray, common: np.ndarray, own: np.ndarray, chances: np.ndarray) -> None:
+def _chances(
+    slots: np.ndarray,
+    matched: np.ndarray,
+    familiarity: np.ndarray,
+    common: np.ndarray,
+    own: np.ndarray,
+    chances: np.ndarray,
+) -> None:
     """See `NgramContinuations.chances`."""
     for index, slot in enumerate(slots):
         chances[index, 0] = 1.0
         chances[index, 1:] = 0.0
         if matched[slot] == 0:
             continue
+        known = int(familiarity[slot] >= MOST)
         for j in range(chances.shape[1] - 1):
             length = min(matched[slot] + j, MAX_MATCH)
             kind = _class_of(length)
-            rate = common[1, length] / common[0, length]
+            rate = common[1, known, length] / common[0, known, length]
             rate = (own[1, slot, kind] + COMMON_WEIGHT * rate) / (own[0, slot, kind] + COMMON_WEIGHT)
             chances[index, j + 1] = chances[index, j] * rate

@@ -82,6 +82,13 @@ class DraftStats:
         self.draft_length_histogram[num_drafted] += 1
         self.accepted_length_histogram[num_accepted] += 1
 
+    def count_rested(self, num_reqs: int) -> None:
+        """Add one round of so many requests, none of which drafted; not while rounds are recorded."""
+        self.rounds += num_reqs
+        self.emitted += num_reqs
+        self.draft_length_histogram[0] += num_reqs
+        self.accepted_length_histogram[0] += num_reqs
+
     def count_copied(self, num_tokens: int, num_accepted: int) -> None:
         """Add draft tokens, of rounds counted otherwise, that were copied from the text instead of drafted."""
         self.copied += num_tokens
@@ -105,6 +112,11 @@ class DraftStats:
                 "them: requests are served right, only not faster"
             )
         self.not_finite += num_tokens
+
+    @property
+    def recording(self) -> bool:
+        """Whether `take_rounds` wants every round."""
+        return self._record is not None
 
     def speedup(self) -> float | None:
         """Return the estimated speedup over plain decoding, None before any step was timed.

@@ -58,7 +58,7 @@ def test_chances_fall_from_one_and_stay_proper(text, steps, shares):
 
 def test_learns_from_every_emitted_token_whoever_drafted_it():
     repeating = [1, 2, 3] * 30
-    wandering = [1, 2, 3, 4, 1, 2, 3, 5, 1, 2, 3, 6, 1, 2, 3, 7, 1, 2, 3, 8, 1, 2, 3, 9, 1, 2, 3, 10]
+    wandering = [token for new in range(4, 20) for token in (1, 2, 3, new)]
     shown = {}
     for name, text in (("repeating", repeating), ("wandering", wandering)):
         continuations = NgramContinuations(1, LONGEST)
@@ -109,3 +109,23 @@ def test_a_text_too_short_to_repeat_has_no_continuation(length):
     continuations = NgramContinuations(1, LONGEST)
     update(continuations, list(range(length)))
     assert chances(continuations)[1:] == [0.0] * LONGEST
+
+
+def test_texts_that_repeat_nothing_are_told_from_texts_that_do():
+    """Two requests by turns: a chance match in the one is no reason to copy, whatever matches are worth in the other."""
+    repeating = [1, 2, 3] * 60
+    novel = list(range(100, 1900))
+    novel[9::10] = [100] * 180  # stood there before, and is followed by something else each time
+    continuations = NgramContinuations(2, LONGEST)
+    believed = []
+    for end in range(8, len(repeating)):
+        update(continuations, repeating[:end])
+        update(continuations, novel[: 10 * end], slot=1)
+        believed.append(chances(continuations, slot=1)[1])
+    assert believed[0] > 0.2 and believed[-1] < 0.05
+    continuations.reset(np.array([1]))
+    update(continuations, novel[: 10 * end], slot=1)
+    assert chances(continuations, slot=1)[1] < 0.1  # the next one of its kind need not learn it again
+    continuations.reset(np.array([1]))
+    update(continuations, [*repeating[:90], 7, 1], slot=1)
+    assert chances(continuations, slot=1)[1] > 0.3  # nor has it taught the others

@@ -6,7 +6,8 @@ import pytest
 from vllm_eesd.config import MAX_SPECULATIVE_TOKENS
 from vllm_eesd.policy import BetaPosterior, CostModel, build_policy
 from vllm_eesd.policy.calibration import EXPONENT_RANGE
-from vllm_eesd.policy.guard import PATIENCE, Guard
+from vllm_eesd.policy.goodput import LONGEST_REST, QUIET_ROUNDS
+from vllm_eesd.policy.guard import LEAST_ALLOWANCE, PATIENCE, Guard
 from vllm_eesd.simulate.peers import FixedLength
 from vllm_eesd.simulate.replay import PolicyDrafter, replay
 from vllm_eesd.simulate.run import mix, simulate
@@ -99,6 +100,61 @@ def test_requests_that_are_passed_over_still_owe_what_they_lost():
     for num_reqs in (3, 5) * PATIENCE:
         guard.settle(num_reqs, cost=1.0, num_tokens=num_reqs, gain_of_drafts=0.0)
     assert guard.credit == pytest.approx(owed + PROBE_BUDGET * 8 * PATIENCE)
+
+
+def test_requests_behind_others_that_gained_nothing_may_lose_less():
+    guard = Guard(PROBE_BUDGET)
+    for allowed in (ALLOWANCE, ALLOWANCE / 2, LEAST_ALLOWANCE, LEAST_ALLOWANCE):
+        before = guard.credit
+        guard.admit(1)
+        assert guard.credit - before == allowed
+    guard.settle(1, cost=1.5, num_tokens=2, gain_of_drafts=0.5)
+    before = guard.credit
+    guard.admit(1)
+    assert guard.credit - before == ALLOWANCE
+
+
+def idle(policy, slots, num_rounds, plain_ms=10.0):
+    """Rounds of plain decoding, each looked at, and each look taking a tenth of it."""
+    none = np.zeros(len(slots), dtype=np.int64)
+    for _ in range(num_rounds):
+        policy.begin_round(slots, np.full(len(slots), 8))
+        policy.costs.observe_verify(len(slots), len(slots), plain_ms)
+        policy.costs.observe_look(len(slots), plain_ms / 10)
+        policy.observe(slots, none, none)
+
+
+def test_it_rests_once_looking_costs_more_than_the_budget():
+    policy, slots = build_policy("goodput", BetaPosterior(2, 6.7, 3.3), 0, {}), np.arange(2)
+    policy.reset(slots)
+    idle(policy, slots, QUIET_ROUNDS - 1)
+    assert policy.rest(slots) == 0  # a request is watched for a while
+    idle(policy, slots, 1)
+    assert policy.rest(slots) == LONGEST_REST  # a look is ten times the budget
+    for _ in range(50):
+        policy.costs.observe_look(2, 0.025 * 10)
+    assert policy.rest(slots) == 2
+    for _ in range(50):
+        policy.costs.observe_look(2, 0.009 * 10)
+    assert policy.rest(slots) == 0  # where the target is larger, there is always time to look
+    policy.costs.observe_look(2, 10.0)
+    policy.observe(slots, np.array([1, 0]), np.array([0, 0]))
+    assert policy.rest(slots) == 0  # somebody drafted
+
+
+def test_rounds_rested_through_count_as_rounds():
+    watched, rested = (build_policy("goodput", BetaPosterior(3, 6.7, 3.3), 0, {}) for _ in range(2))
+    slots = np.array([0, 2])
+    for policy in (watched, rested):
+        policy.reset(slots)
+        policy.observe(slots, np.array([4, 2]), np.array([3, 2]))
+    idle(watched, slots, 5)
+    for _ in range(5):
+        rested.costs.observe_verify(2, 2, 10.0)
+    rested.rested(slots, 5)
+    np.testing.assert_allclose(rested.posterior.parameters(slots), watched.posterior.parameters(slots))
+    assert rested.guard.credit == pytest.approx(watched.guard.credit)
+    assert rested.speedup == pytest.approx(watched.speedup)
 
 
 def test_the_tests_above_would_see_a_policy_without_a_guard():

@@ -49,3 +49,11 @@ def test_a_record_nobody_takes_does_not_grow_without_bound():
     for _ in range(100):
         stats.count("a", [], [1])
     assert len(stats.take_rounds()) <= 10
+
+
+def test_rounds_in_which_nobody_drafted_count_as_one_each():
+    looked_at, rested = DraftStats(2), DraftStats(2)
+    for name in ("a", "b"):
+        looked_at.count(name, [], [1])
+    rested.count_rested(2)
+    assert rested.as_dict() == looked_at.as_dict()

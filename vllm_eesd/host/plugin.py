@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -11,6 +10,8 @@ from typing import Any
 from vllm_eesd.host import seams
 from vllm_eesd.host.seams import Seam, SeamStatus
 
+#: What a worker sends instead of drafts where no request has any.
+NO_DRAFTS = ()
 #: Releases the adapters were written and tested against.
 SUPPORTED_VLLM = ("0.32",)
 
@@ -71,17 +72,22 @@ def _wrap_num_lookahead_tokens(original: Callable[..., Any]) -> Callable[..., An
 
 
 def _wrap_propose_draft_token_ids(original: Callable[..., Any]) -> Callable[..., Any]:
-    signature = inspect.signature(original)
-
-    def propose_draft_token_ids(self, *args, **kwargs):
+    def propose_draft_token_ids(
+        self,
+        scheduler_output,
+        sampled_token_ids,
+        sampling_metadata,
+        hidden_states,
+        sample_hidden_states,
+        *args,
+        **kwargs,
+    ):
         from vllm_eesd.host.v1 import EarlyExitProposer
 
-        if not isinstance(self.drafter, EarlyExitProposer):
-            return original(self, *args, **kwargs)
-        given = signature.bind(self, *args, **kwargs).arguments
-        return self.drafter.propose_round(
-            self, given["scheduler_output"], given["sampled_token_ids"], given["sample_hidden_states"]
-        )
+        if isinstance(self.drafter, EarlyExitProposer):
+            return self.drafter.propose_round(self, scheduler_output, sampled_token_ids, sample_hidden_states)
+        given = scheduler_output, sampled_token_ids, sampling_metadata, hidden_states, sample_hidden_states
+        return original(self, *given, *args, **kwargs)
 
     return propose_draft_token_ids
 
@@ -139,7 +145,9 @@ def _wrap_worker_sample_tokens(original: Callable[..., Any]) -> Callable[..., An
 
         output = original(self, *args, **kwargs)
         if isinstance(getattr(self.model_runner, "drafter", None), EarlyExitProposer) and output is not None:
-            output.eesd_drafts = self.model_runner.take_draft_token_ids()
+            drafts = self.model_runner.take_draft_token_ids()
+            # Nobody's drafts need not travel: the scheduler empties a request's when it schedules them.
+            output.eesd_drafts = drafts if drafts is None or any(drafts.draft_token_ids) else NO_DRAFTS
         return output
 
     return sample_tokens
@@ -157,7 +165,7 @@ def _wrap_executor_sample_tokens(original: Callable[..., Any]) -> Callable[..., 
 def _wrap_executor_take_draft_token_ids(original: Callable[..., Any]) -> Callable[..., Any]:
     def take_draft_token_ids(self):
         drafts, self.eesd_drafts = getattr(self, "eesd_drafts", None), None
-        return original(self) if drafts is None else drafts
+        return original(self) if drafts is None else drafts or None
 
     return take_draft_token_ids
 

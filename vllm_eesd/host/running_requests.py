@@ -58,6 +58,11 @@ class RunningRequests:
         """Slots in use, [num_requests] int64."""
         return self._slots.in_use()
 
+    @property
+    def last_slots(self) -> np.ndarray:
+        """Slots of the batch of the last step that was looked at, [num_reqs] int64."""
+        return self._last[1]
+
     def forget(self) -> None:
         """Give every slot back, as if no request had been seen."""
         self._slots = RequestSlots(self._max_num_reqs)

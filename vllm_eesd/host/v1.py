@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,6 +25,7 @@ from vllm_eesd.host.draft_sampling import DraftSampling
 from vllm_eesd.host.draft_step import DraftStep, compile_draft_step
 from vllm_eesd.host.exit_layer import HEAD_CLASSES, ExitHead
 from vllm_eesd.host.metrics import publish
+from vllm_eesd.host.resting import MAY_NOT_DRAFT, Rest
 from vllm_eesd.host.running_requests import RunningRequests
 from vllm_eesd.host.speculative import EESDSpeculativeConfig
 from vllm_eesd.policy import BetaPosterior, Calibration, CostModel, Dispatch, DraftLengthPolicy, build_policy
@@ -33,6 +34,16 @@ from vllm_eesd.stats import DraftStats
 from vllm_eesd.trace import DenseRecorder
 
 logger = init_logger("vllm.eesd")
+
+
+class RoundTimes(NamedTuple):
+    """What a round's drafting took, (rows, ms) each: its steps and what it took besides, or a look that found nothing."""
+
+    steps: list[tuple[int, float]] = []
+    overhead: tuple[int, float] | None = None
+    look: tuple[int, float] | None = None
+
+
 #: As often as vLLM logs its own statistics.
 REPORT_EVERY_S = 10.0
 
@@ -65,12 +76,12 @@ class EarlyExitProposer:
         self.recorder: DenseRecorder | None = None
         self.round_trace = open_trace(config)
         self._rows: DraftRows | None = None
-        #: When the last round ended, and what its draft steps took: (rows, ms) each, and (rows, ms) of all the rest.
-        self._round_ended = 0.0
+        #: When the last round ended, and what its drafting took.
+        self._round_ended, self._times = 0.0, RoundTimes()
+        self._rest = Rest()
         self._reported = time.perf_counter()
         #: A state file that cannot be written is worth one line, not one every REPORT_EVERY_S.
         self._state_saved = True
-        self._draft_times: tuple[list[tuple[int, float]], tuple[int, float] | None] = ([], None)
 
     def load_model(self, target: nn.Module) -> None:
         """Build the exit head, hook its KV fill into the target and compile the draft step.
@@ -149,7 +160,8 @@ class EarlyExitProposer:
         if self._sampling is not None:
             self._sampling.forget(request_ids)
         self._rows = None
-        self._round_ended, self._draft_times = 0.0, ([], None)
+        self._rest = Rest()
+        self._round_ended, self._times = 0.0, RoundTimes()
 
     def _learn_and_draft(
         self,
@@ -159,8 +171,18 @@ class EarlyExitProposer:
         sample_hidden_states: torch.Tensor,
     ) -> list[list[int]]:
         """See `propose_round`."""
-        batch = runner.input_batch
-        slots = self._requests.slots_of(runner, scheduler_output.finished_req_ids)
+        began_look = time.perf_counter()
+        batch, finished = runner.input_batch, scheduler_output.finished_req_ids
+        num_scheduled_tokens = scheduler_output.total_num_scheduled_tokens
+        nothing: list[list[int]] = [[] for _ in sampled_token_ids]
+        if self._rest.goes_on(batch.req_ids, finished, num_scheduled_tokens, sampled_token_ids):
+            self.stats.count_rested(len(nothing))
+            self._round_ended = time.perf_counter()
+            return nothing
+        rested = self._rest.take()
+        if rested:
+            self.policy.rested(self._requests.last_slots, rested)
+        slots = self._requests.slots_of(runner, finished)
         num_tokens = batch.num_tokens_no_spec[: len(slots)].astype(np.int64)
         decoded = self._observe(batch, scheduler_output, slots, num_tokens, sampled_token_ids)
         limits = self._requests.draft_limits(slots, num_tokens, sampled_token_ids)
@@ -170,14 +192,15 @@ class EarlyExitProposer:
         if self._rows is None:
             self._rows = DraftRows(runner, self._step, self._layer_names, self._sampling)
         if self._sampling is not None:
-            self._sampling.begin_round(runner, scheduler_output.finished_req_ids)
+            self._sampling.begin_round(runner, finished)
         continuations = self._continue_texts(batch, slots, num_tokens, copy_limits)
         began = time.perf_counter()
-        self._learn_costs(began, decoded, sampled_token_ids, scheduler_output.total_num_scheduled_tokens)
+        self._learn_costs(began, decoded, sampled_token_ids, num_scheduled_tokens, rested)
         self._report(began)
         if not (limits if continuations is None else copy_limits).any():
-            self._round_ended, self._draft_times = time.perf_counter(), ([], None)
-            return self._kept(batch, sampled_token_ids, [[] for _ in sampled_token_ids], slots)
+            self._round_ended, self._times = time.perf_counter(), RoundTimes()
+            self._rest.begin(self._may_rest(MAY_NOT_DRAFT, sampled_token_ids), batch.req_ids)
+            return self._kept(batch, sampled_token_ids, nothing, slots)
         # Whatever the scheduler reserved: a draft may never write into a block that is not its request's.
         room = np.maximum(self._rows.allocated_tokens(len(slots)) - num_tokens + 1, 0)
         limits, copy_limits = np.minimum(limits, room), np.minimum(copy_limits, room)
@@ -194,8 +217,14 @@ class EarlyExitProposer:
         self._round_ended = time.perf_counter()
         self.stats.count_not_finite(self._rows.num_not_finite)
         steps = self._rows.step_times
-        rest_ms = (self._round_ended - began) * 1e3 - sum(ms for _, ms in steps)
-        self._draft_times = steps, (len(slots), rest_ms) if steps else None
+        if steps:
+            overhead_ms = (self._round_ended - began) * 1e3 - sum(ms for _, ms in steps)
+            self._times = RoundTimes(steps, overhead=(len(slots), overhead_ms))
+        elif any(drafts):
+            self._times = RoundTimes()
+        else:
+            self._times = RoundTimes(look=(len(slots), (self._round_ended - began_look) * 1e3))
+            self._rest.begin(self._may_rest(self.policy.rest(slots), sampled_token_ids), batch.req_ids)
         return self._kept(batch, sampled_token_ids, drafts, slots)
 
     def _continue_texts(
@@ -212,6 +241,11 @@ class EarlyExitProposer:
         shares = self._requests.shares[drafting]
         self._continuations.update(drafting, batch.token_ids_cpu, rows, num_tokens[rows], shares)
         return self._continuations
+
+    def _may_rest(self, num_rounds: int, emitted: list[list[int]]) -> int:
+        """Return for how many of these rounds nobody need look: none where every round is to be seen or a prompt runs."""
+        watched = self.recorder is not None or self.round_trace is not None or self.stats.recording
+        return 0 if watched or not all(emitted) else num_rounds
 
     def _kept(
         self, batch: Any, emitted: list[list[int]], drafts: list[list[int]], slots: np.ndarray
@@ -262,7 +296,7 @@ class EarlyExitProposer:
         if rows:
             decoding = slots if len(rows) == len(slots) else slots[rows]
             if self.round_trace is not None:
-                self.round_trace.add(judged, decoding, self.policy, self._round_ended, *self._draft_times)
+                self.round_trace.add(judged, decoding, self.policy, self._round_ended, *self._times[:2])
             num_verified, num_accepted = np.array(verified), np.array(accepted)
             copied = self.policy.copied_of(decoding) > 0
             if copied.any():
@@ -270,29 +304,33 @@ class EarlyExitProposer:
             self.policy.observe(decoding, num_verified, num_accepted, self._requests.shares[decoding])
         return len(rows)
 
-    def _learn_costs(self, now: float, num_decoded: int, emitted: list[list[int]], num_tokens: int) -> None:
-        """Tell the cost model what the last round's drafting and this step took.
+    def _learn_costs(
+        self, now: float, num_decoded: int, emitted: list[list[int]], num_tokens: int, rested: int
+    ) -> None:
+        """Tell the cost model what the last round's drafting and this step took; the `rested` ones before took as long.
 
         A step counts only if every request in it decoded: prompt chunks cost something else, and requests that begin
         may have been waited for.
         """
         num_reqs = len(emitted)
-        steps, rest = self._draft_times
+        times = self._times
         verify_ms = (now - self._round_ended) * 1e3 if num_decoded == num_reqs and self._round_ended else None
         group = get_tp_group()
         if group.world_size > 1:
             # Every rank must choose the same lengths, so all learn rank 0's times.
-            steps, rest, verify_ms = group.broadcast_object((steps, rest, verify_ms), src=0)
+            times, verify_ms = group.broadcast_object((times, verify_ms), src=0)
         costs = self.policy.costs
-        for num_rows, ms in steps:
+        for num_rows, ms in times.steps:
             costs.observe_draft_step(num_rows, ms)
-        if rest is not None:
-            costs.observe_draft_round(*rest)
+        if times.overhead is not None:
+            costs.observe_draft_round(*times.overhead)
+        if times.look is not None:
+            costs.observe_look(*times.look)
         if verify_ms is not None:
             costs.observe_verify(num_reqs, num_tokens, verify_ms)
-            draft_ms = sum(ms for _, ms in steps) + (rest[1] if rest is not None else 0.0)
+            draft_ms = sum(ms for _, ms in times.steps) + (times.overhead[1] if times.overhead is not None else 0.0)
             plain_ms = float(costs.verify_curve(num_reqs, 0)[0]) * sum(map(len, emitted)) / num_reqs
-            self.stats.count_time(verify_ms + draft_ms, plain_ms)
+            self.stats.count_time((verify_ms + draft_ms) * (1 + rested), plain_ms * (1 + rested))
 
     def _report(self, now: float) -> None:
         """Log one line and save what was learned, every REPORT_EVERY_S while requests run."""

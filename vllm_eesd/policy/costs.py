@@ -49,6 +49,7 @@ class CostModel:
         self._verify: dict[int, _Medians] = {}
         self._draft_step = _Medians()
         self._draft_round = _Medians()
+        self._look = _Medians()
         #: (sizes, ms) of forwards by tokens and of draft steps by rows, timed before any request was there.
         self._profile: tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]] | None = None
         self._verify_curves: dict[tuple[int, int], np.ndarray] = {}
@@ -77,6 +78,15 @@ class CostModel:
         if self._draft_round.add(num_rows, ms):
             self._verify_curves.clear()
             self._round_ms.clear()
+
+    def observe_look(self, num_reqs: int, ms: float) -> None:
+        """Count what a round took in which nothing was found worth drafting."""
+        self._look.add(num_reqs, ms)
+
+    def look_ms(self, num_reqs: int) -> float:
+        """Return what finding nothing worth drafting costs, 0 before it was measured."""
+        points = self._look.curve()
+        return 0.0 if points is None else float(_interpolate(np.array([num_reqs]), *points, default_slope=0.0)[0])
 
     def start_from(self, forwards: list[tuple[int, float]], draft_steps: list[tuple[int, float]]) -> None:
         """Take a profile for the truth until steps are timed; afterwards for what has not been timed.

@@ -95,6 +95,14 @@ class Dispatch(DraftLengthPolicy):
                 slots[rows], num_verified[rows], num_accepted[rows], None if shares is None else shares[rows]
             )
 
+    def rest(self, slots: np.ndarray) -> int:
+        only = self._policy_of_all(slots)
+        return 0 if only is None else only.rest(slots)
+
+    def rested(self, slots: np.ndarray, num_rounds: int) -> None:
+        for policy, rows in self._split(slots):
+            policy.rested(slots[rows], num_rounds)
+
     def confidences_of(self, slots: np.ndarray) -> np.ndarray:
         confidences = np.empty((len(slots), MAX_SPECULATIVE_TOKENS), dtype=np.float32)
         for policy, rows in self._split(slots):

@@ -33,6 +33,9 @@ SPEEDUP_ROUNDS = 10
 #: A draft step also buys its token's confidence, with which the next decision is better than the plan assumed here. It
 #: is worth so much of the time; with n rows drafting, whose sum varies less, an n-th of that.
 OPTION_VALUE = 0.2
+#: Rounds without drafts behind which looking for some costs at most `probe_budget` of the time: in all others of a rest,
+#: at most so many, nobody looks.
+QUIET_ROUNDS, LONGEST_REST = 8, 8
 #: One round in so many is a plain one, and every other while too few were timed: the unit of all comparisons.
 PLAIN_EVERY = 256
 
@@ -81,7 +84,7 @@ class Goodput(DraftLengthPolicy):
         posterior.learn_priors(PRIOR_MEMORY, PRIOR_WEIGHT)
         self.guard = Guard(probe_budget)
         self.speedup = 1.0
-        self._rounds = 0
+        self._rounds = self._quiet_rounds = 0
         max_num_reqs = posterior.max_num_reqs
         self._limits = np.zeros(max_num_reqs, dtype=np.int64)
         self._survival = np.ones(max_num_reqs)
@@ -105,6 +108,7 @@ class Goodput(DraftLengthPolicy):
     def reset(self, slots: np.ndarray, keys: Sequence[str] | None = None) -> None:
         super().reset(slots, keys)
         self.guard.admit(len(slots))
+        self._quiet_rounds = 0
 
     def begin_round(self, slots: np.ndarray, limits: np.ndarray) -> None:
         self._num_reqs = num_rows = len(slots)
@@ -236,12 +240,27 @@ class Goodput(DraftLengthPolicy):
         num_reqs = len(slots)
         num_tokens = num_reqs + int(num_accepted.sum())
         cost, gain_of_drafts = 1.0, 0.0
+        self._quiet_rounds += 1
         if num_verified.any():
+            self._quiet_rounds = 0
             copied = self.copied[slots] > 0
             cost, cost_of_drafts = self._round_cost(num_reqs, np.asarray(num_verified, dtype=np.int64), copied)
             gain_of_drafts = int(num_accepted[~copied].sum()) - num_reqs * cost_of_drafts
         self.guard.settle(num_reqs, cost, num_tokens, gain_of_drafts)
         self.speedup += (num_tokens / (num_reqs * cost) - self.speedup) / SPEEDUP_ROUNDS
+
+    def rest(self, slots: np.ndarray) -> int:
+        if self._quiet_rounds < QUIET_ROUNDS:
+            return 0
+        num_reqs = len(slots)
+        plain_ms = self._curves(num_reqs)[0][0]
+        return int(min(self.costs.look_ms(num_reqs) / (self.guard.probe_budget * plain_ms), LONGEST_REST))
+
+    def rested(self, slots: np.ndarray, num_rounds: int) -> None:
+        super().rested(slots, num_rounds)
+        self.guard.rested(len(slots), num_rounds)
+        self.speedup = 1 + (self.speedup - 1) * (1 - 1 / SPEEDUP_ROUNDS) ** num_rounds
+        self._rounds += num_rounds
 
     def _round_cost(self, num_reqs: int, num_verified: np.ndarray, copied: np.ndarray) -> tuple[float, float]:
         """See `plan.round_cost`."""

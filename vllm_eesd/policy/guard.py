@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-#: Tokens' worth of time that drafting may lose for every new request before it must have earned something.
-REQUEST_ALLOWANCE = 2.0
+#: Tokens' worth of time that drafting may lose for every new request before it must have earned something: half as
+#: much each time if the ones before earned nothing, down to the least.
+REQUEST_ALLOWANCE, LEAST_ALLOWANCE = 2.0, 0.5
 #: The most credit kept, in tokens per request of the batch: gains of an easy hour do not pay for a long losing streak.
 MAX_CREDIT = 8.0
 #: Rounds until the next probe: twice as many after each fruitless one, up to this many times what the budget allows.
@@ -19,8 +20,9 @@ class Guard:
     Unit: tokens, the time in which plain decoding would have emitted one. A round of a batch of n that took C times a
     plain step and emitted t tokens lost n C - t. Whatever the policy believes, it drafts only while the account is
     positive; when it believes that drafting does not pay, the income (`probe_budget` of the time) buys probes. So all
-    losses together stay below that share of the time, two tokens a request and one round, as far as costs are right. A
-    request that ends takes its share of a debt along: the last one of 64 does not go without drafts for all of them.
+    losses together stay below that share of the time, half a token to two a request and one round, as far as costs are
+    right. A request that ends takes its share of a debt along: the last one of 64 does not go without drafts for all of
+    them.
 
     Args:
         probe_budget: share of the time that may be lost in the long run.
@@ -29,6 +31,7 @@ class Guard:
     def __init__(self, probe_budget: float) -> None:
         self.probe_budget = probe_budget
         self.credit = 0.0
+        self._allowance = REQUEST_ALLOWANCE
         #: The requests a debt is shared among, and the rounds since fewer than these have decoded.
         self._debtors = self._fewer_for = 0
         self._wait = 0.0
@@ -36,7 +39,8 @@ class Guard:
 
     def admit(self, num_reqs: int) -> None:
         """Count new requests: each brings its allowance, and is worth a probe."""
-        self.credit += REQUEST_ALLOWANCE * num_reqs
+        self.credit += self._allowance * num_reqs
+        self._allowance = max(self._allowance / 2, LEAST_ALLOWANCE)
         self._wait = 0.0
 
     def may_draft(self) -> bool:
@@ -72,6 +76,8 @@ class Guard:
         """
         gain = num_tokens - num_reqs * cost
         self._wait -= 1.0
+        if gain > 0:
+            self._allowance = REQUEST_ALLOWANCE
         if gain_of_drafts > 0:
             self.paid()
         self._fewer_for = self._fewer_for + 1 if num_reqs < self._debtors else 0
@@ -80,3 +86,8 @@ class Guard:
         if self._fewer_for in (0, PATIENCE):
             self._debtors, self._fewer_for = num_reqs, 0
         self.credit = min(self.credit + gain + self.probe_budget * num_reqs, MAX_CREDIT * num_reqs)
+
+    def rested(self, num_reqs: int, num_rounds: int) -> None:
+        """Enter plain rounds, as many as that."""
+        for _ in range(num_rounds):
+            self.settle(num_reqs, 1.0, num_reqs, 0.0)

@@ -118,6 +118,10 @@ class BetaPosterior:
             self._priors,
         )
 
+    def rest(self, slots: np.ndarray, num_rounds: int) -> None:
+        """Let the counts of these slots fade as in so many rounds in which none of their drafts was judged."""
+        self._counts[:, slots] *= self._idle_discount**num_rounds
+
     def draw(self, slots: np.ndarray, generator: np.random.Generator) -> np.ndarray:
         """Return one Thompson draw per slot, [num_rows] float64 in [0, 1]."""
         return generator.beta(*self.parameters(slots))

@@ -131,6 +131,24 @@ class DraftLengthPolicy:
         if num_verified.any():
             self.calibration.observe(self.confidences[slots], num_verified, num_accepted, shares)
 
+    def rest(self, slots: np.ndarray) -> int:
+        """Return for how many rounds this batch need not be asked, after one in which it drafted nothing.
+
+        Whoever rests says so by `rested`, before the next `begin_round`.
+
+        Args:
+            slots: [num_rows] int64, the batch.
+        """
+        return 0
+
+    def rested(self, slots: np.ndarray, num_rounds: int) -> None:
+        """Take in rounds for which nobody was asked; every request emitted one token in each.
+
+        Args:
+            slots: [num_rows] int64, the batch.
+        """
+        self.posterior.rest(slots, num_rounds)
+
     def confidences_of(self, slots: np.ndarray) -> np.ndarray:
         """Return the confidences of these slots' current drafts, [num_rows, MAX_SPECULATIVE_TOKENS] float32."""
         return self.confidences[slots]
