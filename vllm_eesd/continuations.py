@@ -17,8 +17,8 @@ MAX_MATCH, MAX_SEARCHED = 16, 32768
 #: Pseudo-counts of a matched length's rate before anything is seen: m matched tokens are taken for m successes and two
 #: failures. Older outcomes fade: a workload that repeats less must be noticed before copies for it cost much.
 SMOOTHING, MEMORY = 8.0, 50.0
-#: A text is familiar if most of its last tokens, about so many, stood in it before: a match is worth more there than one
-#: by chance in a text that repeats nothing.
+#: A text is familiar if most of its last tokens, about so many, stood in it before: a match is worth more there than in
+#: a text that repeats nothing, where it is chance.
 FAMILIARITY_MEMORY, MOST = 16.0, 0.5
 #: A request's own outcomes by matched length, in classes 1, 2-3, 4-7, 8 and more: the weight of the common rate, in
 #: outcomes, and what one outcome is worth after the next.

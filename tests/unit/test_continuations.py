@@ -112,7 +112,7 @@ def test_a_text_too_short_to_repeat_has_no_continuation(length):
 
 
 def test_texts_that_repeat_nothing_are_told_from_texts_that_do():
-    """Two requests by turns: a chance match in the one is no reason to copy, whatever matches are worth in the other."""
+    """Two requests by turns: a chance match in one is no reason to copy, whatever matches are worth in the other."""
     repeating = [1, 2, 3] * 60
     novel = list(range(100, 1900))
     novel[9::10] = [100] * 180  # stood there before, and is followed by something else each time

@@ -37,7 +37,13 @@ logger = init_logger("vllm.eesd")
 
 
 class RoundTimes(NamedTuple):
-    """What a round's drafting took, (rows, ms) each: its steps and what it took besides, or a look that found nothing."""
+    """What a round's drafting took, (rows, ms) each.
+
+    Attributes:
+        steps: its draft steps.
+        overhead: everything else, in a round with draft steps.
+        look: all of it, in a round in which nothing was found worth drafting.
+    """
 
     steps: list[tuple[int, float]] = []
     overhead: tuple[int, float] | None = None
@@ -243,7 +249,7 @@ class EarlyExitProposer:
         return self._continuations
 
     def _may_rest(self, num_rounds: int, emitted: list[list[int]]) -> int:
-        """Return for how many of these rounds nobody need look: none where every round is to be seen or a prompt runs."""
+        """Return for how many of these rounds nobody looks: none where each is to be seen, or while a prompt runs."""
         watched = self.recorder is not None or self.round_trace is not None or self.stats.recording
         return 0 if watched or not all(emitted) else num_rounds
 

@@ -33,8 +33,8 @@ SPEEDUP_ROUNDS = 10
 #: A draft step also buys its token's confidence, with which the next decision is better than the plan assumed here. It
 #: is worth so much of the time; with n rows drafting, whose sum varies less, an n-th of that.
 OPTION_VALUE = 0.2
-#: Rounds without drafts behind which looking for some costs at most `probe_budget` of the time: in all others of a rest,
-#: at most so many, nobody looks.
+#: After so many rounds without drafts, looking for some may take `probe_budget` of the time: between two looks nobody
+#: does for some rounds, at most so many.
 QUIET_ROUNDS, LONGEST_REST = 8, 8
 #: One round in so many is a plain one, and every other while too few were timed: the unit of all comparisons.
 PLAIN_EVERY = 256
