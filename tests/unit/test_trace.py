@@ -123,7 +123,11 @@ def test_a_wrong_line_is_named(tmp_path, line, change, named):
     assert named in str(error.value) and "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("data", [b"", b"not json", b"\xff\xff", gzip.compress(b"{}")[:-4], b"[1]\n"])
+@pytest.mark.parametrize(
+    "data",
+    [b"", b"not json", b"\xff\xff", gzip.compress(b"{}", mtime=0)[:-4], b"[1]\n"],
+    ids=["empty", "not_json", "not_text", "cut_gzip", "not_a_mapping"],
+)
 def test_what_is_no_trace_is_refused(tmp_path, data):
     (tmp_path / "t").write_bytes(data)
     with pytest.raises(ValueError, match="not a trace"):
