@@ -18,6 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -75,7 +76,7 @@ class Size:
 
 #: Meant to take less than 20 minutes together on two slow cores, of which starting the engines is about a third.
 WORKLOADS = {
-    HELD_OUT: Size(16, (1, 4, 8, 16), 3, head_alone=True, alone=8),
+    HELD_OUT: Size(16, (1, 4, 8, 16), 3, head_alone=True, alone=6),
     "repetitive_code": Size(8, (1, 8), 3, alone=4),
     # Greedy, the model repeats itself behind them: then nothing is as easy to draft as what cannot be predicted.
     "random_tokens": Size(8, (1, 8), 3, alone=4, max_tokens=64, temperature=2.0),
@@ -133,24 +134,27 @@ def measure_all(workloads: dict[str, Size], quick: bool, console: Any) -> int:
     """Measure with engines that are started once; return 1 if eesd's output is not plain's somewhere."""
     settings = EngineSettings(MODEL)
     left_out = {method: reason for method in METHODS if (reason := settings.missing(method)) is not None}
-    methods = [method for method in METHODS if method not in left_out and method not in TRAINED_PEERS]
+    methods = [method for method in METHODS if method not in left_out and method not in ("plain", *TRAINED_PEERS)]
     failed = 0
-    with reporting(console) as progress:
+    with ExitStack() as stack:
+        progress = stack.enter_context(reporting(console))
         prompts, longest = {}, 0
         for workload, size in workloads.items():
             texts = read_prompts(prompt_file(workload, size.prompts))
             _, prompts[workload], length = encode_prompts(MODEL, texts, size.max_tokens, progress)
             longest = max(longest, length)
+        plain = stack.enter_context(running_engines(["plain"], settings, longest, progress))
+        session = Session(plain, settings, prompts, BUILD if quick else RESULTS, progress)
         with running_engines(methods, settings, longest, progress) as engines:
-            session = Session(engines, settings, prompts, BUILD if quick else RESULTS, progress)
+            whole = replace(session, engines=plain | engines)
             known = {method: about(settings, method, left_out) for method in METHODS}
-            session.write("methods.json", known | {"exit_head": trained(settings, "exit_head")})
+            whole.write("methods.json", known | {"exit_head": trained(settings, "exit_head")})
             for workload, size in workloads.items():
-                rows = latency(session, workload, size)
+                rows = latency(whole, workload, size)
                 console.print(results_table(rows))
                 failed |= report_gate(rows, console)
             if HELD_OUT in workloads:
-                console.print(arriving_table(throughput(session, workloads[HELD_OUT], quick)))
+                console.print(arriving_table(throughput(whole, workloads[HELD_OUT], quick)))
         if HELD_OUT in workloads and (ROOT / BUDGET_HEAD).is_dir():
             rows = same_budget(session, [peer for peer in TRAINED_PEERS if peer not in left_out], longest, quick)
             console.print(results_table(rows))
@@ -161,11 +165,12 @@ def measure_all(workloads: dict[str, Size], quick: bool, console: Any) -> int:
 def same_budget(session: Session, peers: list[str], longest: int, quick: bool) -> list[dict[str, Any]]:
     """Measure and write the trained peers beside an exit head that was trained on as many tokens.
 
-    With engines of their own, started when the others are gone: so many would not fit into memory at once.
+    Started when the others but plain vLLM are gone: so many would not fit into memory at once.
     """
     settings, prompts = replace(session.settings, head=BUDGET_HEAD), {SAME_BUDGET: session.prompts[HELD_OUT]}
     size = QUICK_SIZE if quick else SAME_BUDGET_SIZE
-    with running_engines(["plain", "eesd-head", *peers], settings, longest, session.progress) as engines:
+    with running_engines(["eesd-head", *peers], settings, longest, session.progress) as engines:
+        engines = session.engines | engines
         return latency(replace(session, engines=engines, settings=settings, prompts=prompts), SAME_BUDGET, size)
 
 
