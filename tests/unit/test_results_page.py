@@ -239,13 +239,16 @@ def test_one_session_measures_everything_the_page_shows(page_of, tmp_path, monke
         "random_tokens": measured.Size(2, (1, 2), 3, alone=1, max_tokens=5, temperature=2.0),
     }
     assert measured.measure_all(sizes, False, Console(file=io.StringIO())) == 0
-    assert started == [["plain", "eesd", "eesd-head", "ngram"], ["plain", "eesd-head", "draft_model"]]
+    drafting, of_the_same_budget = ["eesd", "eesd-head", "ngram"], ["eesd-head", "draft_model"]
+    assert started == [["plain"], drafting, of_the_same_budget]
     rows = json.loads((tmp_path / "latency-held_out_code.json").read_text())
     assert [(r["batch"], r["method"]) for r in rows] == [
-        (batch, method) for batch in (1, 2, 4) for method in started[0]
+        (batch, method) for batch in (1, 2, 4) for method in ["plain", *drafting]
     ]
     budget = json.loads((tmp_path / "latency-same_budget.json").read_text())
-    assert [(r["batch"], r["method"]) for r in budget] == [(b, m) for b in (1, 2) for m in started[1]]
+    assert [(r["batch"], r["method"]) for r in budget] == [
+        (batch, method) for batch in (1, 2) for method in ["plain", *of_the_same_budget]
+    ]
     assert {r["head"] for r in budget} == {measured.BUDGET_HEAD} and {r["head"] for r in rows} == {None}
     other = json.loads((tmp_path / "latency-random_tokens.json").read_text())
     assert [(row["method"], row["num_prompts"]) for row in other] == [
