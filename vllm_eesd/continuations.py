@@ -104,14 +104,14 @@ def _class_of(length: int) -> int:
 
 
 @numba.njit(cache=True)
-def _familiarity(text: np.ndarray, num_new: int, familiarity: float) -> float:
-    """Return the share of the latest tokens that stood in the text before, the new ones at its end taken in."""
+def _familiarity(text: np.ndarray, num_new: int, last_stood: bool, familiarity: float) -> float:
+    """Return the share of the latest tokens that stood in the text before, the new ones at its end taken in.
+
+    Of the last one that is known, for its match was looked for.
+    """
+    last = len(text) - 1
     for end in range(max(len(text) - num_new, 0), len(text)):
-        stood = 0.0
-        for position in range(end - 1, -1, -1):
-            if text[position] == text[end]:
-                stood = 1.0
-                break
+        stood = 1.0 if (last_stood if end == last else text[end] in text[:end]) else 0.0
         before = familiarity if familiarity >= 0.0 else stood
         familiarity = before + (stood - before) / FAMILIARITY_MEMORY
     return familiarity
@@ -167,9 +167,9 @@ def _update(
                     break
         searched = text[max(len(text) - MAX_SEARCHED, 0) :]
         num_new = len(text) - text_length[slot] if familiarity[slot] >= 0.0 else int(2 * FAMILIARITY_MEMORY)
-        familiarity[slot] = _familiarity(searched, num_new, familiarity[slot])
         text_length[slot] = len(text)
         matched[slot], follower = _longest_match(searched)
+        familiarity[slot] = _familiarity(searched, num_new, matched[slot] > 0, familiarity[slot])
         period = len(searched) - follower
         for j in range(tokens.shape[1]):
             tokens[slot, j] = searched[follower + j] if j < period else tokens[slot, j - period]

@@ -75,19 +75,12 @@ class DraftStats:
                 del self._record[: self.MAX_RECORDED_ROUNDS // 2]
             self._record.append(Round(request_id, list(draft), num_accepted, list(emitted)))
 
-    def count_lengths(self, num_drafted: int, num_accepted: int) -> None:
-        """Add one round of which only the lengths are known."""
-        self.rounds += 1
-        self.emitted += num_accepted + 1
-        self.draft_length_histogram[num_drafted] += 1
-        self.accepted_length_histogram[num_accepted] += 1
-
-    def count_rested(self, num_reqs: int) -> None:
-        """Add one round of so many requests, none of which drafted; not while rounds are recorded."""
-        self.rounds += num_reqs
-        self.emitted += num_reqs
-        self.draft_length_histogram[0] += num_reqs
-        self.accepted_length_histogram[0] += num_reqs
+    def count_lengths(self, num_drafted: int, num_accepted: int, num_rounds: int = 1) -> None:
+        """Add rounds, all alike, of which only the lengths are known."""
+        self.rounds += num_rounds
+        self.emitted += num_rounds * (num_accepted + 1)
+        self.draft_length_histogram[num_drafted] += num_rounds
+        self.accepted_length_histogram[num_accepted] += num_rounds
 
     def count_copied(self, num_tokens: int, num_accepted: int) -> None:
         """Add draft tokens, of rounds counted otherwise, that were copied from the text instead of drafted."""

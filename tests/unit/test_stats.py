@@ -55,5 +55,5 @@ def test_rounds_in_which_nobody_drafted_count_as_one_each():
     looked_at, rested = DraftStats(2), DraftStats(2)
     for name in ("a", "b"):
         looked_at.count(name, [], [1])
-    rested.count_rested(2)
+    rested.count_lengths(0, 0, num_rounds=2)
     assert rested.as_dict() == looked_at.as_dict()

@@ -36,7 +36,7 @@ from vllm_eesd.trace import DenseRecorder
 logger = init_logger("vllm.eesd")
 
 
-class RoundTimes(NamedTuple):
+class DraftTimes(NamedTuple):
     """What a round's drafting took, (rows, ms) each.
 
     Attributes:
@@ -83,7 +83,7 @@ class EarlyExitProposer:
         self.round_trace = open_trace(config)
         self._rows: DraftRows | None = None
         #: When the last round ended, and what its drafting took.
-        self._round_ended, self._times = 0.0, RoundTimes()
+        self._round_ended, self._times = 0.0, DraftTimes()
         self._rest = Rest()
         self._reported = time.perf_counter()
         #: A state file that cannot be written is worth one line, not one every REPORT_EVERY_S.
@@ -148,6 +148,8 @@ class EarlyExitProposer:
         if self.breaker.is_open:
             return nothing
         try:
+            if self._rests(runner, scheduler_output, sampled_token_ids):
+                return nothing
             drafts = self._learn_and_draft(runner, scheduler_output, sampled_token_ids, sample_hidden_states)
         except Exception as error:
             self._start_afresh(runner.input_batch.req_ids)
@@ -167,7 +169,16 @@ class EarlyExitProposer:
             self._sampling.forget(request_ids)
         self._rows = None
         self._rest = Rest()
-        self._round_ended, self._times = 0.0, RoundTimes()
+        self._round_ended, self._times = 0.0, DraftTimes()
+
+    def _rests(self, runner: Any, scheduler_output: Any, emitted: list[list[int]]) -> bool:
+        """Return whether this is a round that nobody looks at, counted if it is."""
+        step = scheduler_output.finished_req_ids, scheduler_output.total_num_scheduled_tokens, emitted
+        if not self._rest.goes_on(runner.input_batch.req_ids, *step):
+            return False
+        self.stats.count_lengths(0, 0, num_rounds=len(emitted))
+        self._round_ended = time.perf_counter()
+        return True
 
     def _learn_and_draft(
         self,
@@ -179,12 +190,6 @@ class EarlyExitProposer:
         """See `propose_round`."""
         began_look = time.perf_counter()
         batch, finished = runner.input_batch, scheduler_output.finished_req_ids
-        num_scheduled_tokens = scheduler_output.total_num_scheduled_tokens
-        nothing: list[list[int]] = [[] for _ in sampled_token_ids]
-        if self._rest.goes_on(batch.req_ids, finished, num_scheduled_tokens, sampled_token_ids):
-            self.stats.count_rested(len(nothing))
-            self._round_ended = time.perf_counter()
-            return nothing
         rested = self._rest.take()
         if rested:
             self.policy.rested(self._requests.last_slots, rested)
@@ -201,12 +206,12 @@ class EarlyExitProposer:
             self._sampling.begin_round(runner, finished)
         continuations = self._continue_texts(batch, slots, num_tokens, copy_limits)
         began = time.perf_counter()
-        self._learn_costs(began, decoded, sampled_token_ids, num_scheduled_tokens, rested)
+        self._learn_costs(began, decoded, sampled_token_ids, scheduler_output.total_num_scheduled_tokens, rested)
         self._report(began)
         if not (limits if continuations is None else copy_limits).any():
-            self._round_ended, self._times = time.perf_counter(), RoundTimes()
+            self._round_ended, self._times = time.perf_counter(), DraftTimes()
             self._rest.begin(self._may_rest(MAY_NOT_DRAFT, sampled_token_ids), batch.req_ids)
-            return self._kept(batch, sampled_token_ids, nothing, slots)
+            return self._kept(batch, sampled_token_ids, [[] for _ in sampled_token_ids], slots)
         # Whatever the scheduler reserved: a draft may never write into a block that is not its request's.
         room = np.maximum(self._rows.allocated_tokens(len(slots)) - num_tokens + 1, 0)
         limits, copy_limits = np.minimum(limits, room), np.minimum(copy_limits, room)
@@ -225,11 +230,11 @@ class EarlyExitProposer:
         steps = self._rows.step_times
         if steps:
             overhead_ms = (self._round_ended - began) * 1e3 - sum(ms for _, ms in steps)
-            self._times = RoundTimes(steps, overhead=(len(slots), overhead_ms))
+            self._times = DraftTimes(steps, overhead=(len(slots), overhead_ms))
         elif any(drafts):
-            self._times = RoundTimes()
+            self._times = DraftTimes()
         else:
-            self._times = RoundTimes(look=(len(slots), (self._round_ended - began_look) * 1e3))
+            self._times = DraftTimes(look=(len(slots), (self._round_ended - began_look) * 1e3))
             self._rest.begin(self._may_rest(self.policy.rest(slots), sampled_token_ids), batch.req_ids)
         return self._kept(batch, sampled_token_ids, drafts, slots)
 
@@ -302,7 +307,9 @@ class EarlyExitProposer:
         if rows:
             decoding = slots if len(rows) == len(slots) else slots[rows]
             if self.round_trace is not None:
-                self.round_trace.add(judged, decoding, self.policy, self._round_ended, *self._times[:2])
+                self.round_trace.add(
+                    judged, decoding, self.policy, self._round_ended, self._times.steps, self._times.overhead
+                )
             num_verified, num_accepted = np.array(verified), np.array(accepted)
             copied = self.policy.copied_of(decoding) > 0
             if copied.any():

@@ -86,7 +86,7 @@ class CostModel:
     def look_ms(self, num_reqs: int) -> float:
         """Return what finding nothing worth drafting costs, 0 before it was measured."""
         points = self._look.curve()
-        return 0.0 if points is None else float(_interpolate(np.array([num_reqs]), *points, default_slope=0.0)[0])
+        return 0.0 if points is None else _at(num_reqs, points)
 
     def start_from(self, forwards: list[tuple[int, float]], draft_steps: list[tuple[int, float]]) -> None:
         """Take a profile for the truth until steps are timed; afterwards for what has not been timed.
@@ -163,7 +163,7 @@ class CostModel:
     def _unmeasured_plain(self, num_reqs: int) -> float:
         """A plain step's time before any step was timed: its forward's, or 1 where draft steps say nothing else."""
         if self._profile is not None:
-            return float(_interpolate(np.array([num_reqs]), *self._profile[0], default_slope=0.0)[0])
+            return _at(num_reqs, self._profile[0])
         draft = self._draft_step.curve()
         return 1.0 if draft is None else float(draft[1][0]) / self.draft_ratio
 
@@ -182,7 +182,7 @@ class CostModel:
             if points is None:
                 ms = DEFAULT_ROUND_RATIO * self._verification(num_reqs, np.zeros(1))[0]
             else:
-                ms = _interpolate(np.array([num_reqs]), *points, default_slope=0.0)[0]
+                ms = _at(num_reqs, points)
             self._round_ms[num_reqs] = float(ms)
         return self._round_ms[num_reqs]
 
@@ -325,6 +325,11 @@ def _monotone(values: tuple[float, ...]) -> np.ndarray:
             blocks[-1][0] += total
             blocks[-1][1] += count
     return np.repeat([total / count for total, count in blocks], [count for _, count in blocks])
+
+
+def _at(size: int, points: tuple[np.ndarray, np.ndarray]) -> float:
+    """Return a curve's value at one size; behind a single point it is level."""
+    return float(_interpolate(np.array([size]), *points, default_slope=0.0)[0])
 
 
 def _interpolate(at: np.ndarray, xs: np.ndarray, ys: np.ndarray, default_slope: float) -> np.ndarray:
