@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm_eesd.config import MAX_SPECULATIVE_TOKENS
-from vllm_eesd.policy import POLICIES
 
 PREFIX = "eesd_"
 
@@ -19,16 +18,14 @@ class RequestOptions:
     Attributes:
         enabled: False drafts nothing for it (`eesd_enabled`).
         max_draft_tokens: the longest draft it may have; at most the engine's (`eesd_max_draft_tokens`).
-        policy: a policy of its own, with that one's default arguments; None is the engine's (`eesd_policy`).
     """
 
     enabled: bool = True
     max_draft_tokens: int = MAX_SPECULATIVE_TOKENS
-    policy: str | None = None
 
     @classmethod
     def parse(cls, extra_args: Mapping[str, Any] | None) -> RequestOptions:
-        """Return the options in `extra_args`; keys that do not start with `eesd_` are somebody else's.
+        """Return the options in `extra_args`; keys that do not start with `eesd_` belong to others.
 
         Raises:
             ValueError: one line naming the key, the value and what is allowed.
@@ -57,11 +54,5 @@ def _read_length(key: str, value: Any) -> int:
     return int(value)
 
 
-def _read_policy(key: str, value: Any) -> str:
-    if not isinstance(value, str) or value not in POLICIES:
-        raise ValueError(f"{key}={value!r:.80} is not valid, must be one of {', '.join(POLICIES)}")
-    return value
-
-
-_READERS = {"eesd_enabled": _read_flag, "eesd_max_draft_tokens": _read_length, "eesd_policy": _read_policy}
+_READERS = {"eesd_enabled": _read_flag, "eesd_max_draft_tokens": _read_length}
 _DEFAULT = RequestOptions()

@@ -28,7 +28,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from io import FileIO
 from itertools import takewhile
 from typing import Any, NamedTuple
@@ -90,7 +90,21 @@ def _open(path: str) -> FileIO:
     return open(path, "ab", buffering=0, opener=lambda name, flags: os.open(name, flags, 0o600))
 
 
-class Outcome(NamedTuple):
+class Drafts(NamedTuple):
+    """How the drafts of a step's rows were made.
+
+    Attributes:
+        slots: [num_rows] int64, the policy's slot of each.
+        confidences: [num_rows, any] float32, of the draft tokens; NaN if unknown.
+        from_ngrams: [num_rows] bool, whose are n-gram drafts.
+    """
+
+    slots: np.ndarray
+    confidences: np.ndarray
+    from_ngrams: np.ndarray
+
+
+class Verdict(NamedTuple):
     """What became of a step's rounds, where that is known only after the step.
 
     Attributes:
@@ -130,44 +144,43 @@ class RoundTrace:
     def add(
         self,
         judged: list[Judged],
-        slots: np.ndarray,
+        drafts: Drafts,
         policy: DraftLengthPolicy,
         drafted_s: float,
-        draft_steps: Sequence[tuple[int, float]],
-        draft_rest: tuple[int, float] | None,
+        draft_steps_ms: list[float],
+        draft_rest_ms: float,
     ) -> None:
         """Take in one step's rounds, before the policy learns of their outcome.
 
         Args:
             judged: the rows that decoded.
-            slots: [len(judged)] int64, the policy's slot of each.
-            policy: still holds the confidences and the beliefs the drafts were made with.
+            drafts: theirs.
+            policy: still holds the beliefs the drafts were made with.
             drafted_s: when drafting ended and the step began, `time.perf_counter()`.
-            draft_steps: (rows, ms) of each draft step.
-            draft_rest: the same of drafting outside its steps; None where nobody drafted.
+            draft_steps_ms: of each draft step.
+            draft_rest_ms: of drafting outside its steps.
         """
-        steps_ms, rest_ms = [ms for _, ms in draft_steps], 0.0 if draft_rest is None else draft_rest[1]
-        began_s = drafted_s - (sum(steps_ms) + rest_ms) / 1e3
+        began_s = drafted_s - (sum(draft_steps_ms) + draft_rest_ms) / 1e3
         verify_ms = (time.perf_counter() - drafted_s) * 1e3
-        outcome = Outcome(np.arange(len(judged)), judged, steps_ms, rest_ms, verify_ms)
-        self.add_pending(slots, policy, began_s, len(judged), lambda: outcome)
+        verdict = Verdict(np.arange(len(judged)), judged, draft_steps_ms, draft_rest_ms, verify_ms)
+        self.add_pending(drafts, policy, began_s, len(judged), lambda: verdict)
 
     def add_pending(
         self,
-        slots: np.ndarray,
+        drafts: Drafts,
         policy: DraftLengthPolicy,
         began_s: float,
         num_reqs: int,
-        outcome: Callable[[], Outcome | None],
+        verdict: Callable[[], Verdict | None],
     ) -> None:
         """Take in one step's rounds whose outcome is still under way, before the policy learns of anything.
 
         Args:
-            slots: [num_rows] int64, the policy's slot of each row of the step.
-            policy: still holds the confidences and the beliefs the drafts were made with.
+            drafts: of every row of the step.
+            policy: still holds the beliefs the drafts were made with.
             began_s: when the rounds' drafting began, `time.perf_counter()`.
             num_reqs: requests that decoded in the step.
-            outcome: called from another thread; None as long as it is not known. Must not wait.
+            verdict: called from another thread; None as long as it is not known. Must not wait.
         """
         shared = {
             "at_s": began_s - self._began_s,
@@ -175,9 +188,9 @@ class RoundTrace:
             "plain_ms": float(policy.costs.verify_curve(num_reqs, 0)[0]),
             "draft_step_ms": float(policy.costs.draft_curve(num_reqs)[num_reqs]),
         }
-        step = {"outcome": outcome, "confidences": policy.confidences_of(slots), "shared": shared}
-        step["posterior"] = policy.posterior_of(slots)
-        step["copied"] = (policy.copied_of(slots) > 0).tolist()
+        step = {"verdict": verdict, "confidences": drafts.confidences, "shared": shared}
+        step["posterior"] = policy.posterior_of(drafts.slots)
+        step["copied"] = drafts.from_ngrams.tolist()
         with self._lock:
             if len(self._waiting) < MAX_WAITING:
                 self._waiting.append(step)
@@ -199,11 +212,11 @@ class RoundTrace:
             with self._lock:
                 waiting = list(self._waiting)
             # In order: what is behind a step that is under way waits with it.
-            known = list(takewhile(lambda pair: pair[1] is not None, ((step, step["outcome"]()) for step in waiting)))
+            known = list(takewhile(lambda pair: pair[1] is not None, ((step, step["verdict"]()) for step in waiting)))
             with self._lock:
                 del self._waiting[: len(known)]
             if self._max_bytes and known:
-                self._write_lines(line for step, outcome in known for line in _lines(step, outcome))
+                self._write_lines(line for step, verdict in known for line in _lines(step, verdict))
 
     def _write_lines(self, lines: Iterable[dict[str, Any]]) -> None:
         try:
@@ -218,21 +231,21 @@ class RoundTrace:
             self._max_bytes = 0
 
 
-def _lines(step: dict[str, Any], outcome: Outcome) -> Iterator[dict[str, Any]]:
+def _lines(step: dict[str, Any], verdict: Verdict) -> Iterator[dict[str, Any]]:
     """The file's lines for one step, floats cut to the digits that mean something."""
-    times = {name: getattr(outcome, name) for name in ("draft_steps_ms", "draft_rest_ms", "verify_ms")}
+    times = {name: getattr(verdict, name) for name in ("draft_steps_ms", "draft_rest_ms", "verify_ms")}
     shared = {key: _rounded(value) for key, value in (step["shared"] | times).items()}
-    alpha, beta = step["posterior"][:, outcome.rows]
+    alpha, beta = step["posterior"][:, verdict.rows]
     draws = np.random.default_rng(0).beta(alpha, beta, size=(INTERVAL_DRAWS, len(alpha)))
     intervals = np.quantile(draws, (0.05, 0.95), axis=0).T.tolist()
     means = (alpha / (alpha + beta)).tolist()
-    for row, judged in enumerate(outcome.judged):
-        confidences = step["confidences"][outcome.rows[row], : len(judged.draft)].tolist()
+    for row, judged in enumerate(verdict.judged):
+        confidences = step["confidences"][verdict.rows[row], : len(judged.draft)].tolist()
         yield {
             "request": judged.request_id,
             "draft": judged.draft,
             "confidences": [None if value != value else round(value, 3) for value in confidences],
-            "copied": step["copied"][outcome.rows[row]],
+            "copied": step["copied"][verdict.rows[row]],
             "accepted": len(judged.emitted) - 1,
             "emitted": judged.emitted,
             **shared,

@@ -54,23 +54,24 @@ class DraftRows:
         """Return how many tokens the KV blocks of each row can hold, [num_rows] int64."""
         return self._block_table.num_blocks_per_row[:num_rows].astype(np.int64) * self._block_table.block_size
 
-    def round(self, bonus_positions: np.ndarray, produced_bonus: Callable[[], torch.Tensor]) -> Any:
+    def round(self, input_positions: np.ndarray, input_hidden_states: Callable[[], torch.Tensor]) -> Any:
         """Prepare a round and return the context manager its steps run in.
 
         Args:
-            bonus_positions: [num_rows] int64, where each row's bonus token stands.
-            produced_bonus: returns [num_rows, hidden_size], see `ExitHead.round_context`; called if the head wants it.
+            input_positions: [num_rows] int64, where each row's input token stands.
+            input_hidden_states: returns [num_rows, hidden_size], see `ExitHead.round_context`; called if the head
+                wants it.
         """
-        self._bonus_positions, self._produced_bonus = bonus_positions, produced_bonus
+        self._input_positions, self._input_hidden_states = input_positions, input_hidden_states
         self.step_times, self.num_not_finite = [], 0
         return override_forward_context(self._context)
 
     def step(self, rows: np.ndarray, offset: int, token_ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the next draft token of `rows` and its confidence; see `vllm_eesd.drafting.DraftModel`."""
+        """Return the next draft token of `rows` and its confidence; see `vllm_eesd.round.draft.DraftModel`."""
         round_context = self._context_of(rows, offset)
         began = self._step_ended if offset else time.perf_counter()
         num_rows = len(rows)
-        positions = self._bonus_positions[rows] + offset
+        positions = self._input_positions[rows] + offset
         block_size = self._block_table.block_size
         blocks = self._block_table.block_table.np
         self._input_ids[:num_rows].numpy()[:] = token_ids
@@ -96,7 +97,7 @@ class DraftRows:
         self._context.attn_metadata = dict.fromkeys(self._layer_names, metadata)
         self._context.slot_mapping = dict.fromkeys(self._layer_names, slot_mapping)
         best, confidence, logits = self._step(self._input_ids[:num_rows], self._positions[:num_rows], round_context)
-        # Which token the largest of NaNs is, is anybody's guess: it must be one, or the target could not look it up.
+        # argmax over NaNs is unspecified; clamp it so that the embedding lookup stays in range.
         drafted, confidence = best.numpy().clip(0, self._vocab_size - 1), confidence.numpy()
         self.num_not_finite += int(np.isnan(confidence).sum())
         if self._sampling is not None:
@@ -109,8 +110,8 @@ class DraftRows:
         if not self._step.reads_target_output:
             return None
         if offset == 0:
-            self._round_context = self._step.round_context(self._produced_bonus())
-        if self._round_context is None or len(rows) == len(self._bonus_positions):
+            self._round_context = self._step.round_context(self._input_hidden_states())
+        if self._round_context is None or len(rows) == len(self._input_positions):
             return self._round_context
         return self._round_context[torch.from_numpy(rows)]
 

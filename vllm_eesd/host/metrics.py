@@ -24,7 +24,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from vllm_eesd.host.circuit_breaker import CircuitBreaker
-from vllm_eesd.stats import DraftStats
+from vllm_eesd.round.counters import DraftStats
 
 PUBLISH_EVERY_S = 1.0
 #: Fields of a published file and what they count.

@@ -7,10 +7,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from vllm_eesd.continuations import NgramContinuations
-from vllm_eesd.drafting import RequestSlots
-from vllm_eesd.policy import Dispatch
+from vllm_eesd.host.v1_batch import V1Step
+from vllm_eesd.policy import DraftLengthPolicy
 from vllm_eesd.request_options import RequestOptions
+from vllm_eesd.round.ngram import NgramDrafter
+from vllm_eesd.round.slots import RequestSlots
 
 
 class NewRequest(NamedTuple):
@@ -28,18 +29,18 @@ class RunningRequests:
         max_num_reqs: the most the engine runs at once.
         num_speculative_tokens: the engine's longest draft.
         policy: told when a slot changes hands.
-        continuations: so are they; None where none are looked for.
+        ngrams: so is it; None where there are no n-gram drafts.
     """
 
     def __init__(
         self,
         max_num_reqs: int,
         num_speculative_tokens: int,
-        policy: Dispatch,
-        continuations: NgramContinuations | None = None,
+        policy: DraftLengthPolicy,
+        ngrams: NgramDrafter | None = None,
     ) -> None:
         self.num_speculative_tokens = num_speculative_tokens
-        self._policy, self._continuations = policy, continuations
+        self._policy, self._ngrams = policy, ngrams
         self._max_num_reqs = max_num_reqs
         self._slots = RequestSlots(max_num_reqs)
         self._token_budget = np.zeros(max_num_reqs, dtype=np.int64)
@@ -48,7 +49,7 @@ class RunningRequests:
         #: The batch of the last step and its slots.
         self._last: tuple[list[str], np.ndarray] = [], np.zeros(0, dtype=np.int64)
         #: [max_num_reqs] bool: whether a slot's outcomes may teach what other requests use.
-        self.shares = np.ones(max_num_reqs, dtype=bool)
+        self.updates_shared_prior = np.ones(max_num_reqs, dtype=bool)
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -60,7 +61,7 @@ class RunningRequests:
 
     @property
     def last_slots(self) -> np.ndarray:
-        """Slots of the batch of the last step that was looked at, [num_reqs] int64."""
+        """Slots of the batch of the last step decided on, [num_reqs] int64."""
         return self._last[1]
 
     def forget(self) -> None:
@@ -68,19 +69,19 @@ class RunningRequests:
         self._slots = RequestSlots(self._max_num_reqs)
         self._last = [], np.zeros(0, dtype=np.int64)
 
-    def slots_of(self, runner: Any, finished: set[str]) -> np.ndarray:
-        """Return the slot of each row of the runner's batch, [num_reqs] int64; not to be written to."""
+    def slots_of(self, step: V1Step) -> np.ndarray:
+        """Return the slot of each row of a step's batch, [num_reqs] int64; not to be written to."""
         last_ids, slots = self._last
-        request_ids = runner.input_batch.req_ids
-        if not finished and request_ids == last_ids:
+        request_ids = step.req_ids
+        if not step.finished and request_ids == last_ids:
             return slots
-        self._slots.release(finished)
-        # What ended in a step without tokens, the last one before an idle server, was told to no round.
-        self._slots.release([name for name in self._slots.request_ids() if name not in runner.requests])
+        self._slots.release(step.finished)
+        # A finish announced in a step that scheduled no tokens is seen by no round; release such requests here.
+        self._slots.release([name for name in self._slots.request_ids() if name not in step.requests])
         slots, new = self._slots.assign(request_ids)
         if new.any():
-            requests = [_describe(runner.requests[request_ids[row]]) for row in np.flatnonzero(new)]
-            self.admit(slots[new], requests, runner.max_model_len)
+            requests = [_describe(step.requests[request_ids[row]]) for row in np.flatnonzero(new)]
+            self.admit(slots[new], requests, step.max_model_len)
         self._last = list(request_ids), slots
         return slots
 
@@ -91,7 +92,7 @@ class RunningRequests:
             slots: [num_requests] int64, distinct: where the requests now live.
             requests: num_requests of them.
         """
-        keys, policies = [], []
+        keys = []
         for (params, num_prompt_tokens, lora_name), slot in zip(requests, slots.tolist(), strict=True):
             options = RequestOptions.parse(params.extra_args)
             allowed = options.max_draft_tokens if options.enabled else 0
@@ -99,13 +100,11 @@ class RunningRequests:
             budget = max_model_len if params.max_tokens is None else params.max_tokens + num_prompt_tokens
             self._token_budget[slot] = min(budget, max_model_len)
             self._stop_token_ids[slot] = frozenset(params.all_stop_token_ids)
-            self.shares[slot] = not _alters_distribution(params)
+            self.updates_shared_prior[slot] = not _alters_distribution(params)
             keys.append(lora_name)
-            policies.append(options.policy)
-        self._policy.choose(slots, policies)
         self._policy.reset(slots, keys)
-        if self._continuations is not None:
-            self._continuations.reset(slots)
+        if self._ngrams is not None:
+            self._ngrams.reset(slots)
 
     def longest_drafts(self, slots: np.ndarray, num_tokens: np.ndarray) -> np.ndarray:
         """Return how many draft tokens, and one more, still fit each request's budget, [num_rows] int64.

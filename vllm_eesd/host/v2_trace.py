@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from vllm_eesd.host.v2_lag import RoundTimes, copy_to_host
-from vllm_eesd.round_trace import Judged, Outcome
+from vllm_eesd.round_trace import Judged, Verdict
 
 
 def tokens_of_step(drafts: torch.Tensor, last_sampled: torch.Tensor, num_sampled: torch.Tensor) -> torch.Tensor:
@@ -22,13 +22,13 @@ def tokens_of_step(drafts: torch.Tensor, last_sampled: torch.Tensor, num_sampled
     return torch.cat([drafts, last_sampled[:, None], num_sampled.long()[:, None]], dim=1)
 
 
-def pending_outcome(
+def pending_verdict(
     request_ids: Sequence[str],
     rows: np.ndarray,
     num_verified: np.ndarray,
     tokens: torch.Tensor,
     times: RoundTimes,
-) -> Callable[[], Outcome | None]:
+) -> Callable[[], Verdict | None]:
     """Return what `RoundTrace.add_pending` asks for a step's outcome; copying it to the host begins here.
 
     Args:
@@ -42,7 +42,7 @@ def pending_outcome(
     event = copy_to_host(tokens, on_host)
     names = [request_ids[row] for row in rows.tolist()]
 
-    def outcome() -> Outcome | None:
+    def verdict() -> Verdict | None:
         if event is not None and not event.query():
             return None
         # The moments the times are between came before the copy, so they are over too.
@@ -53,6 +53,6 @@ def pending_outcome(
         ):
             accepted = drafts[: num_sampled - 1]
             judged.append(Judged(name, accepted if verified < 0 else drafts[:verified], [*accepted, last]))
-        return Outcome(rows, judged, steps_ms, rest_ms, times.verify_ms() or 0.0)
+        return Verdict(rows, judged, steps_ms, rest_ms, times.verify_ms() or 0.0)
 
-    return outcome
+    return verdict

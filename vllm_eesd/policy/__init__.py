@@ -11,12 +11,11 @@ from vllm_eesd.policy.calibrated_ts import CalibratedThompson
 from vllm_eesd.policy.calibration import Calibration
 from vllm_eesd.policy.confidence import Confidence
 from vllm_eesd.policy.costs import CostModel
-from vllm_eesd.policy.dispatch import Dispatch
 from vllm_eesd.policy.draft_verify import DraftVerify
 from vllm_eesd.policy.fixed import Fixed
 from vllm_eesd.policy.goodput import Goodput
 from vllm_eesd.policy.posterior import BetaPosterior
-from vllm_eesd.policy.protocol import DraftLengthPolicy
+from vllm_eesd.policy.protocol import DraftLengthPolicy, Outcome
 from vllm_eesd.policy.state import load_state
 
 __all__ = [
@@ -24,8 +23,8 @@ __all__ = [
     "BetaPosterior",
     "Calibration",
     "CostModel",
-    "Dispatch",
     "DraftLengthPolicy",
+    "Outcome",
     "build_policy",
 ]
 

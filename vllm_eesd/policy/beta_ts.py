@@ -14,8 +14,7 @@ class BetaThompson(DraftLengthPolicy):
     Source: arXiv 2406.03853, section 3.3.
     """
 
-    def draft_more(self, slots: np.ndarray, num_drafted: int, confidence: np.ndarray | None) -> np.ndarray:
-        self.remember(slots, num_drafted, confidence)
+    def more(self, slots: np.ndarray, num_drafted: int, confidence: np.ndarray | None) -> np.ndarray:
         if num_drafted == 0:
             return np.ones(len(slots), dtype=bool)
         theta = self.posterior.draw(slots, self._generator)

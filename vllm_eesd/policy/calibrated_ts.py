@@ -20,8 +20,7 @@ class CalibratedThompson(DraftLengthPolicy):
 
     needs_confidence = True
 
-    def draft_more(self, slots: np.ndarray, num_drafted: int, confidence: np.ndarray | None) -> np.ndarray:
-        self.remember(slots, num_drafted, confidence)
+    def more(self, slots: np.ndarray, num_drafted: int, confidence: np.ndarray | None) -> np.ndarray:
         if num_drafted == 0:
             return np.ones(len(slots), dtype=bool)
         alpha, beta = self.posterior.parameters(slots)

@@ -83,7 +83,7 @@ class Calibration:
         confidences: np.ndarray,
         num_verified: np.ndarray,
         num_accepted: np.ndarray,
-        shares: np.ndarray | None = None,
+        updates_shared_prior: np.ndarray | None = None,
     ) -> None:
         """Take in one round's outcomes; they show within `REFRESH_ROUNDS` rounds.
 
@@ -91,11 +91,11 @@ class Calibration:
             confidences: [num_rows, longest draft] float32, NaN where unknown; equally wide in every call.
             num_verified: [num_rows] draft tokens the target judged.
             num_accepted: [num_rows] of those, the leading ones accepted.
-            shares: [num_rows] bool, which rows count; None: all.
+            updates_shared_prior: [num_rows] bool, which rows count; None: all.
         """
         num_judged = np.minimum(num_verified, num_accepted + 1)
-        if shares is not None:
-            num_judged = num_judged * shares
+        if updates_shared_prior is not None:
+            num_judged = num_judged * updates_shared_prior
         self._waiting.append((confidences, num_judged, num_accepted))
         if len(self._waiting) >= REFRESH_ROUNDS:
             self._count_waiting()

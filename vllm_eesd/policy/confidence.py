@@ -38,8 +38,7 @@ class Confidence(DraftLengthPolicy):
             raise ValueError(f"eesd: policy_args.threshold={threshold!r:.80} is not valid: must be 0 to 1")
         self.threshold = threshold
 
-    def draft_more(self, slots: np.ndarray, num_drafted: int, confidence: np.ndarray | None) -> np.ndarray:
-        self.remember(slots, num_drafted, confidence)
+    def more(self, slots: np.ndarray, num_drafted: int, confidence: np.ndarray | None) -> np.ndarray:
         if confidence is None:
             return np.ones(len(slots), dtype=bool)
         return confidence >= self.threshold

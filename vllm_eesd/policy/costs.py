@@ -33,7 +33,7 @@ _SIZE_LIST = _SIZES.tolist()
 class CostModel:
     """Times of engine steps and draft steps, in ms; before any is measured, in units of a plain step.
 
-    Whoever runs the engine feeds it; a policy reads curves. A step's prompt chunks must not be fed: their time would be
+    The runners record times; policies read curves. A step's prompt chunks must not be fed: their time would be
     taken for that of verification.
 
     Args:
@@ -49,7 +49,7 @@ class CostModel:
         self._verify: dict[int, _Medians] = {}
         self._draft_step = _Medians()
         self._draft_round = _Medians()
-        self._look = _Medians()
+        self._decision = _Medians()
         #: (sizes, ms) of forwards by tokens and of draft steps by rows, timed before any request was there.
         self._profile: tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]] | None = None
         self._verify_curves: dict[tuple[int, int], np.ndarray] = {}
@@ -79,13 +79,13 @@ class CostModel:
             self._verify_curves.clear()
             self._round_ms.clear()
 
-    def observe_look(self, num_reqs: int, ms: float) -> None:
+    def observe_decision(self, num_reqs: int, ms: float) -> None:
         """Count what a round took in which nothing was found worth drafting."""
-        self._look.add(num_reqs, ms)
+        self._decision.add(num_reqs, ms)
 
-    def look_ms(self, num_reqs: int) -> float:
+    def decision_ms(self, num_reqs: int) -> float:
         """Return what finding nothing worth drafting costs, 0 before it was measured."""
-        points = self._look.curve()
+        points = self._decision.curve()
         return 0.0 if points is None else _at(num_reqs, points)
 
     def start_from(self, forwards: list[tuple[int, float]], draft_steps: list[tuple[int, float]]) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 from vllm_eesd.policy.calibration import Calibration
 from vllm_eesd.policy.costs import CostModel
 from vllm_eesd.policy.posterior import BetaPosterior
-from vllm_eesd.policy.protocol import DraftLengthPolicy
+from vllm_eesd.policy.protocol import DraftLengthPolicy, Outcome
 
 #: The source's values: acceptance aimed at, step of the threshold, and what a new acceptance or threshold weighs.
 TARGET_ACCEPTANCE, STEP = 0.9, 0.01
@@ -46,18 +46,15 @@ class AdaptingThreshold(DraftLengthPolicy):
         """Return what is compared with the threshold, [num_rows], in [0, 1]."""
         return confidence
 
-    def draft_more(self, slots: np.ndarray, num_drafted: int, confidence: np.ndarray | None) -> np.ndarray:
-        self.remember(slots, num_drafted, confidence)
+    def more(self, slots: np.ndarray, num_drafted: int, confidence: np.ndarray | None) -> np.ndarray:
         if confidence is None:
             return np.ones(len(slots), dtype=bool)
         return self.score(confidence) >= self.threshold[slots]
 
-    def observe(
-        self, slots: np.ndarray, num_verified: np.ndarray, num_accepted: np.ndarray, shares: np.ndarray | None = None
-    ) -> None:
-        super().observe(slots, num_verified, num_accepted, shares)
-        judged = num_verified > 0
-        slots, share = slots[judged], num_accepted[judged] / num_verified[judged]
+    def observe(self, outcome: Outcome) -> None:
+        super().observe(outcome)
+        judged = outcome.num_verified > 0
+        slots, share = outcome.slots[judged], outcome.num_accepted[judged] / outcome.num_verified[judged]
         self._acceptance[slots] += ACCEPTANCE_WEIGHT * (share - self._acceptance[slots])
         step = np.where(self._acceptance[slots] <= TARGET_ACCEPTANCE, STEP, -STEP)
         self.threshold[slots] = (self.threshold[slots] + THRESHOLD_WEIGHT * step).clip(0.0, 1.0)

@@ -10,6 +10,5 @@ from vllm_eesd.policy.protocol import DraftLengthPolicy
 class Fixed(DraftLengthPolicy):
     """Draft until the row's own limit (at most `num_speculative_tokens`)."""
 
-    def draft_more(self, slots: np.ndarray, num_drafted: int, confidence: np.ndarray | None) -> np.ndarray:
-        self.remember(slots, num_drafted, confidence)
+    def more(self, slots: np.ndarray, num_drafted: int, confidence: np.ndarray | None) -> np.ndarray:
         return np.ones(len(slots), dtype=bool)

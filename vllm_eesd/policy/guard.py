@@ -7,7 +7,8 @@ from __future__ import annotations
 REQUEST_ALLOWANCE, LEAST_ALLOWANCE = 2.0, 0.5
 #: The most credit kept, in tokens per request of the batch: gains of an easy hour do not pay for a long losing streak.
 MAX_CREDIT = 8.0
-#: Rounds until the next probe: twice as many after each fruitless one, up to this many times what the budget allows.
+#: Rounds until the next exploratory draft: twice as many after each fruitless one, up to this many times what the
+#: budget allows.
 FIRST_WAIT, MAX_BACKOFF = 2.0, 8.0
 #: Rounds for which fewer requests must have decoded before the others are taken to have ended: the scheduler passes
 #: over running ones too.
@@ -19,10 +20,10 @@ class Guard:
 
     Unit: tokens, the time in which plain decoding would have emitted one. A round of a batch of n that took C times a
     plain step and emitted t tokens lost n C - t. Whatever the policy believes, it drafts only while the account is
-    positive; when it believes that drafting does not pay, the income (`probe_budget` of the time) buys probes. So all
-    losses together stay below that share of the time, half a token to two a request and one round, as far as costs are
-    right. A request that ends takes its share of a debt along: the last one of 64 does not go without drafts for all of
-    them.
+    positive; when it believes that drafting does not pay, the income (`probe_budget` of the time) buys exploratory
+    drafts. So all losses together stay below that share of the time, half a token to two a request and one round, as
+    far as costs are right. A request that ends takes its share of a debt along: the last one of 64 does not go without
+    drafts for all of them.
 
     Args:
         probe_budget: share of the time that may be lost in the long run.
@@ -38,7 +39,7 @@ class Guard:
         self._next_wait = FIRST_WAIT
 
     def admit(self, num_reqs: int) -> None:
-        """Count new requests: each brings its allowance, and is worth a probe."""
+        """Count new requests: each brings its allowance, and is worth an exploratory draft."""
         self.credit += self._allowance * num_reqs
         self._allowance = max(self._allowance / 2, LEAST_ALLOWANCE)
         self._wait = 0.0
@@ -47,22 +48,22 @@ class Guard:
         """Return whether drafting may go on."""
         return self.credit > 0.0
 
-    def may_probe(self) -> bool:
-        """Return whether the last probe lies far enough back."""
+    def may_explore(self) -> bool:
+        """Return whether the last exploratory draft lies far enough back."""
         return self._wait <= 0.0
 
-    def probed(self, num_reqs: int, loss: float) -> None:
-        """Start the wait for the next probe; `loss` is what this one is expected to cost, in tokens."""
+    def explored(self, num_reqs: int, loss: float) -> None:
+        """Start the wait for the next exploratory draft; `loss` is what this one is expected to cost, in tokens."""
         self._wait = self._next_wait
         longest = MAX_BACKOFF * max(loss, 0.0) / (self.probe_budget * num_reqs)
         self._next_wait = max(FIRST_WAIT, min(2 * self._next_wait, longest))
 
     def postpone(self) -> None:
-        """No probe is affordable now: look again in some rounds, not in every one."""
+        """No exploratory draft is affordable now: try again in some rounds, not in every one."""
         self._wait = FIRST_WAIT
 
     def paid(self) -> None:
-        """Drafting gained something, or is believed to: probe again at once, and eagerly from then on."""
+        """Drafting gained something, or is believed to: explore again at once, and eagerly from then on."""
         self._wait, self._next_wait = 0.0, FIRST_WAIT
 
     def settle(self, num_reqs: int, cost: float, num_tokens: int, gain_of_drafts: float) -> None:
@@ -72,7 +73,7 @@ class Guard:
             num_reqs: requests that decoded.
             cost: the round's time relative to a plain step of the same batch.
             num_tokens: tokens emitted.
-            gain_of_drafts: tokens that drafting gained over copying alone; where none was copied, the whole gain.
+            gain_of_drafts: tokens that drafting gained over n-gram drafts alone; without any, the whole gain.
         """
         gain = num_tokens - num_reqs * cost
         self._wait -= 1.0
@@ -87,7 +88,7 @@ class Guard:
             self._debtors, self._fewer_for = num_reqs, 0
         self.credit = min(self.credit + gain + self.probe_budget * num_reqs, MAX_CREDIT * num_reqs)
 
-    def rested(self, num_reqs: int, num_rounds: int) -> None:
+    def skipped(self, num_reqs: int, num_rounds: int) -> None:
         """Enter plain rounds, as many as that."""
         for _ in range(num_rounds):
             self.settle(num_reqs, 1.0, num_reqs, 0.0)

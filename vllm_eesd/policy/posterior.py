@@ -44,8 +44,8 @@ class BetaPosterior:
         self._key_index = {DEFAULT_KEY: 0}
         self._shared = np.zeros((2, MAX_PRIOR_KEYS))
         self._refresh_priors()
-        nobody = np.zeros(0, dtype=np.int64)
-        self.observe(nobody, nobody, nobody)  # compiles it, so that no request waits for that
+        no_rows = np.zeros(0, dtype=np.int64)
+        self.observe(no_rows, no_rows, no_rows)  # compiles it, so that no request waits for that
 
     def fade(self, discount: float, idle_discount: float) -> None:
         """Multiply a request's counts every round by `discount`, or if none of its drafts was judged the other one.
@@ -90,7 +90,11 @@ class BetaPosterior:
         self._priors = learned * (self._weight / learned.sum(axis=0))
 
     def observe(
-        self, slots: np.ndarray, num_verified: np.ndarray, num_accepted: np.ndarray, shares: np.ndarray | None = None
+        self,
+        slots: np.ndarray,
+        num_verified: np.ndarray,
+        num_accepted: np.ndarray,
+        updates_shared_prior: np.ndarray | None = None,
     ) -> None:
         """Count the outcome of one round.
 
@@ -98,16 +102,16 @@ class BetaPosterior:
             slots: [num_rows] int64, distinct.
             num_verified: [num_rows] draft tokens the target judged (cut and placeholder drafts do not count).
             num_accepted: [num_rows] of those, the leading ones accepted.
-            shares: [num_rows] bool, which rows teach their key's prior; None: all.
+            updates_shared_prior: [num_rows] bool, which rows teach their key's prior; None: all.
         """
-        if shares is None:
-            shares = np.ones(len(slots), dtype=bool)
+        if updates_shared_prior is None:
+            updates_shared_prior = np.ones(len(slots), dtype=bool)
         memory_kept = 1 - 1 / self._memory if self._memory else 0.0
         _count(
             slots,
             np.asarray(num_verified, dtype=np.int64),
             np.asarray(num_accepted, dtype=np.int64),
-            shares,
+            updates_shared_prior,
             self._discount,
             self._idle_discount,
             memory_kept,
@@ -118,7 +122,7 @@ class BetaPosterior:
             self._priors,
         )
 
-    def rest(self, slots: np.ndarray, num_rounds: int) -> None:
+    def skip(self, slots: np.ndarray, num_rounds: int) -> None:
         """Let the counts of these slots fade as in so many rounds in which none of their drafts was judged."""
         self._counts[:, slots] *= self._idle_discount**num_rounds
 
@@ -152,7 +156,7 @@ def _count(
     slots: np.ndarray,
     num_verified: np.ndarray,
     num_accepted: np.ndarray,
-    shares: np.ndarray,
+    updates_shared_prior: np.ndarray,
     discount: float,
     idle_discount: float,
     memory_kept: float,
@@ -172,7 +176,7 @@ def _count(
         failed = 1 if num_accepted[row] < num_verified[row] else 0
         counts[0, slot] = counts[0, slot] * kept + num_accepted[row]
         counts[1, slot] = counts[1, slot] * kept + failed
-        if memory_kept and shares[row] and num_verified[row] > 0:
+        if memory_kept and updates_shared_prior[row] and num_verified[row] > 0:
             key = keys[slot]
             faded = memory_kept ** (num_accepted[row] + failed)
             shared[0, key] = shared[0, key] * faded + num_accepted[row]

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from vllm_eesd.config import MAX_SPECULATIVE_TOKENS
 from vllm_eesd.policy.calibration import Calibration
 from vllm_eesd.policy.costs import CostModel
 from vllm_eesd.policy.posterior import BetaPosterior
@@ -17,16 +16,44 @@ from vllm_eesd.policy.state import save_state
 INTERVAL_DRAWS = 1000
 
 
+class Outcome(NamedTuple):
+    """What became of one step's drafts, of the requests that decoded; one that drafted nothing is among them.
+
+    Attributes:
+        slots: [num_rows] int64, distinct: the requests.
+        num_verified: [num_rows] int64, draft tokens the target judged; cut and placeholder drafts do not count.
+        num_accepted: [num_rows] int64, of those, the leading ones accepted.
+        confidences: [num_rows, MAX_SPECULATIVE_TOKENS] float32, of the draft tokens; NaN if unknown.
+        from_ngrams: [num_rows] bool, whose drafts were n-gram drafts.
+        updates_shared_prior: [num_rows] bool, which may teach what other requests use (the learned prior, the
+            calibration): not those with penalties, bad_words, allowed_token_ids or a grammar.
+    """
+
+    slots: np.ndarray
+    num_verified: np.ndarray
+    num_accepted: np.ndarray
+    confidences: np.ndarray
+    from_ngrams: np.ndarray
+    updates_shared_prior: np.ndarray
+
+    def of_exit_head(self) -> Outcome:
+        """Return the same with n-gram drafts counted as none: they say nothing of the exit head."""
+        if not self.from_ngrams.any():
+            return self
+        drafted = ~self.from_ngrams
+        return self._replace(num_verified=self.num_verified * drafted, num_accepted=self.num_accepted * drafted)
+
+
 class DraftLengthPolicy:
     """Decides, after every drafted token, which requests draft one more.
 
-    One round of a batch: `begin_round`, then `draft_more` before each draft step until nobody goes on; when the target
-    has judged the drafts, `observe`. State stands in arrays over request slots and does not grow with the requests
-    served.
+    One round of a batch: `begin`, then `more` before each draft step until no row goes on; when the target has judged
+    the drafts, `observe`. `vllm_eesd.round.draft.DraftRound` makes these calls. State stands in arrays over request
+    slots and does not grow with the requests served.
 
-    **Exact output.** A drafted token is always submitted for verification. `draft_more` decides about token k + 1 when
-    token k is drawn and token k + 1 is not, and it is told the confidence of token k only: no policy can make the
-    submission of a token depend on that token. Its random generator is its own.
+    **Exact output.** A drafted token is always submitted for verification. `more` decides about token k + 1 when token
+    k is drawn and token k + 1 is not, and it is told the confidence of token k only: no policy can make the submission
+    of a token depend on that token. Its random generator is its own.
 
     Args:
         posterior: acceptance per request slot, empty; a policy may set how fast it forgets.
@@ -35,17 +62,15 @@ class DraftLengthPolicy:
         calibration: what confidences mean; an empty table when None.
     Attributes:
         ARGS: names allowed in `policy_args`.
-        needs_confidence: whether `draft_more` wants the confidence of the last drafted token.
-        copies_text: whether `copy` may return anything but zeros.
-        confidences: [max_num_reqs, MAX_SPECULATIVE_TOKENS] float32, of each slot's current draft; NaN if unknown.
-        copied: [max_num_reqs] int64, tokens of each slot's current draft that were copied; then all of them were.
+        needs_confidence: whether `more` wants the confidence of the last drafted token.
+        uses_ngrams: whether `take_ngrams` may return anything but zeros.
         keyed_by_lora: whether requests of different LoRA adapters start from different learned priors.
         state_file: where learned state is kept over restarts; None: nowhere.
     """
 
     ARGS: ClassVar[tuple[str, ...]] = ()
     needs_confidence: bool = False
-    copies_text: bool = False
+    uses_ngrams: bool = False
     keyed_by_lora: bool = False
     state_file: str | None = None
 
@@ -59,22 +84,18 @@ class DraftLengthPolicy:
         self.posterior = posterior
         self.costs = CostModel() if costs is None else costs
         self.calibration = Calibration() if calibration is None else calibration
-        self.confidences = np.full((posterior.max_num_reqs, MAX_SPECULATIVE_TOKENS), np.nan, dtype=np.float32)
-        self.copied = np.zeros(posterior.max_num_reqs, dtype=np.int64)
         self._generator = np.random.default_rng(seed)
 
     def reset(self, slots: np.ndarray, keys: Sequence[str] | None = None) -> None:
-        """Forget whoever had these slots: new requests took them over.
+        """Forget the requests that had these slots: new ones took them over.
 
         Args:
             slots: [num_rows] int64, distinct.
             keys: the name of each request's LoRA adapter, "" for none; used if `keyed_by_lora`.
         """
         self.posterior.reset(slots, keys if self.keyed_by_lora else None)
-        self.confidences[slots] = np.nan
-        self.copied[slots] = 0
 
-    def begin_round(self, slots: np.ndarray, limits: np.ndarray) -> None:
+    def begin(self, slots: np.ndarray, limits: np.ndarray) -> None:
         """Prepare a round for these requests, all those of the batch that decode.
 
         Args:
@@ -82,28 +103,28 @@ class DraftLengthPolicy:
             limits: [num_rows] int64, the longest draft each may have; 0 drafts nothing.
         """
 
-    def copy(self, slots: np.ndarray, chances: np.ndarray, limits: np.ndarray) -> np.ndarray:
-        """Return how many tokens of its n-gram continuation each request submits, within its limit; 0 lets it draft.
+    def take_ngrams(self, slots: np.ndarray, chances: np.ndarray, limits: np.ndarray) -> np.ndarray:
+        """Return how many tokens of its n-gram draft each request submits; 0 lets the exit head draft.
 
-        Called once, between `begin_round` and `draft_more`. A continuation is a function of the text emitted so far,
-        so submitting it or not may depend on anything known by then.
+        Called once, between `begin` and `more`. An n-gram draft is a function of the text emitted so far, so submitting
+        it or not may depend on anything known by then.
 
         Args:
             slots: [num_rows] int64, the round's.
-            chances: [num_rows, longest + 1] float64, that all of the continuation's first j tokens are accepted; see
-                `vllm_eesd.continuations`.
-            limits: [num_rows] int64, tokens each may submit: at least what it may draft.
+            chances: [num_rows, longest + 1] float64, that all of the n-gram draft's first j tokens are accepted; see
+                `vllm_eesd.round.ngram`.
+            limits: [num_rows] int64, tokens each may submit: at least what the exit head may draft.
         Returns:
             [num_rows] int64.
         """
         return np.zeros(len(slots), dtype=np.int64)
 
-    def draft_more(self, slots: np.ndarray, num_drafted: int, confidence: np.ndarray | None) -> np.ndarray:
+    def more(self, slots: np.ndarray, num_drafted: int, confidence: np.ndarray | None) -> np.ndarray:
         """Return which of these requests draft token `num_drafted` + 1; those at their limit are stopped anyway.
 
         Args:
             slots: [num_rows] int64, the requests that drafted `num_drafted` tokens this round: at 0 all of the round's
-                that copied nothing.
+                without an n-gram draft.
             num_drafted: tokens each of them has drafted so far this round.
             confidence: [num_rows] float32, the draft model's probability of its most probable token where it drew
                 token `num_drafted`; None at 0 and when the draft model was not asked for it.
@@ -112,62 +133,38 @@ class DraftLengthPolicy:
         """
         raise NotImplementedError
 
-    def observe(
-        self, slots: np.ndarray, num_verified: np.ndarray, num_accepted: np.ndarray, shares: np.ndarray | None = None
-    ) -> None:
-        """Learn from one verified step; requests that drafted nothing are rounds too.
+    def observe(self, outcome: Outcome) -> None:
+        """Learn from one verified step; requests that drafted nothing are rounds too."""
+        drafted = outcome.of_exit_head()
+        self.posterior.observe(
+            drafted.slots, drafted.num_verified, drafted.num_accepted, drafted.updates_shared_prior
+        )
+        if drafted.num_verified.any():
+            self.calibration.observe(
+                drafted.confidences, drafted.num_verified, drafted.num_accepted, drafted.updates_shared_prior
+            )
 
-        Args:
-            slots: [num_rows] int64, distinct: the requests of the step that decoded.
-            num_verified: [num_rows] draft tokens the target judged (cut and placeholder drafts do not count).
-            num_accepted: [num_rows] of those, the leading ones accepted.
-            shares: [num_rows] bool, which may teach what other requests use (the learned prior, the calibration):
-                not those with penalties, bad_words, allowed_token_ids or a grammar. None: all.
-        """
-        if self.copied[slots].any():  # what was copied says nothing of the exit head
-            drafted = self.copied[slots] == 0
-            num_verified, num_accepted = num_verified * drafted, num_accepted * drafted
-        self.posterior.observe(slots, num_verified, num_accepted, shares)
-        if num_verified.any():
-            self.calibration.observe(self.confidences[slots], num_verified, num_accepted, shares)
-
-    def rest(self, slots: np.ndarray) -> int:
+    def idle_rounds(self, slots: np.ndarray) -> int:
         """Return for how many rounds this batch need not be asked, after one in which it drafted nothing.
 
-        Whoever rests says so by `rested`, before the next `begin_round`.
+        The rounds skipped are reported by `skipped`, before the next `begin`.
 
         Args:
             slots: [num_rows] int64, the batch.
         """
         return 0
 
-    def rested(self, slots: np.ndarray, num_rounds: int) -> None:
-        """Take in rounds for which nobody was asked; every request emitted one token in each.
+    def skipped(self, slots: np.ndarray, num_rounds: int) -> None:
+        """Take in rounds in which no row was asked; every request emitted one token in each.
 
         Args:
             slots: [num_rows] int64, the batch.
         """
-        self.posterior.rest(slots, num_rounds)
-
-    def confidences_of(self, slots: np.ndarray) -> np.ndarray:
-        """Return the confidences of these slots' current drafts, [num_rows, MAX_SPECULATIVE_TOKENS] float32."""
-        return self.confidences[slots]
-
-    def copied_of(self, slots: np.ndarray) -> np.ndarray:
-        """Return how many tokens of these slots' current drafts were copied, [num_rows] int64."""
-        return self.copied[slots]
+        self.posterior.skip(slots, num_rounds)
 
     def posterior_of(self, slots: np.ndarray) -> np.ndarray:
         """Return alpha and beta of these slots, [2, num_rows] float64."""
         return self.posterior.parameters(slots)
-
-    def recall(self, slots: np.ndarray, confidences: np.ndarray | float) -> None:
-        """Set the confidences of these slots' drafts: before `observe`, where other rounds began since.
-
-        Args:
-            confidences: [num_rows, MAX_SPECULATIVE_TOKENS] float32; NaN if unknown.
-        """
-        self.confidences[slots] = confidences
 
     def metrics(self, slots: np.ndarray) -> dict[str, Any]:
         """Return what the policy believes, in plain numbers.
@@ -195,8 +192,3 @@ class DraftLengthPolicy:
         """
         if self.state_file is not None:
             save_state(self.state_file, self.posterior, self.calibration)
-
-    def remember(self, slots: np.ndarray, num_drafted: int, confidence: np.ndarray | None) -> None:
-        """Keep the confidence of draft token `num_drafted`, for `observe`."""
-        if num_drafted:
-            self.confidences[slots, num_drafted - 1] = np.nan if confidence is None else confidence

@@ -7,9 +7,9 @@ from typing import Protocol
 
 import numpy as np
 
-from vllm_eesd.continuations import NgramContinuations
-from vllm_eesd.drafting import draft_round
-from vllm_eesd.policy import DraftLengthPolicy
+from vllm_eesd.policy import DraftLengthPolicy, Outcome
+from vllm_eesd.round.draft import DraftRound, draft_tokens
+from vllm_eesd.round.ngram import NgramDrafter
 from vllm_eesd.simulate.world import World
 from vllm_eesd.trace import DenseTrace
 
@@ -145,10 +145,9 @@ def _step(batch: Batch, drafter: Drafter, world: World, result: Replay) -> np.nd
 
 
 class PolicyDrafter:
-    """A policy in a replay, driven by the same round loop as in the engine; it sees measurements only.
+    """A policy in a replay, driven by the same rounds as in the engine; it sees measurements only.
 
-    Where it copies text and the trace holds texts, it is offered n-gram continuations of at most the trace's longest
-    draft.
+    Where it uses n-gram drafts and the trace holds texts, they are at most as long as the trace's longest draft.
 
     Args:
         policy: fresh.
@@ -156,44 +155,42 @@ class PolicyDrafter:
 
     def __init__(self, policy: DraftLengthPolicy) -> None:
         self.policy = policy
-        self._continuations: NgramContinuations | None = None
+        self._ngrams: NgramDrafter | None = None
 
     def draft(self, batch: Batch, world: World) -> tuple[np.ndarray, np.ndarray]:
         if batch.new.any():
             self.policy.reset(batch.slots[batch.new])
-        recorded = _RecordedDrafts(batch, self.policy, world)
+        self._round = round_ = DraftRound(self.policy, batch.slots, batch.limits, self._find_ngrams(batch))
         nothing = np.zeros(len(batch.slots), np.int64)
-        continuations = self._continue_texts(batch)
-        drafts = draft_round(recorded, self.policy, batch.slots, nothing, batch.limits, continuations)
-        num_verified = np.array([len(draft) for draft in drafts])
-        # A round in which nobody may draft does not ask the policy, whose answer is then the last round's.
-        copied = (self.policy.copied_of(batch.slots) > 0) & (num_verified > 0)
-        for row in np.flatnonzero(copied).tolist():
+        drafts = draft_tokens(round_, _RecordedDrafts(batch, self.policy, world), nothing)
+        for row in np.flatnonzero(round_.from_ngrams).tolist():
             batch.copy(row, drafts[row])
-        num_drafted = np.where(copied, 0, num_verified)
+        num_drafted = np.where(round_.from_ngrams, 0, round_.lengths)
         if num_drafted.any():
             self.policy.costs.observe_draft_round(len(drafts), world.measured(world.draft_round_ms(len(drafts))))
-        num_drafts = int(num_verified.sum())
+        num_drafts = int(round_.lengths.sum())
         ms = world.measured(world.verify_ms(len(drafts), num_drafts))
         self.policy.costs.observe_verify(len(drafts), len(drafts) + num_drafts, ms)
-        return num_drafted, num_verified
+        return num_drafted, round_.lengths
 
-    def _continue_texts(self, batch: Batch) -> NgramContinuations | None:
-        """Return what the rows' texts suggest; None if the policy does not ask or nobody's text is known."""
-        if not self.policy.copies_text:
+    def _find_ngrams(self, batch: Batch) -> NgramDrafter | None:
+        """Find the rows' n-gram drafts; None if the policy uses none or no text is known."""
+        if not self.policy.uses_ngrams:
             return None
-        if self._continuations is None:
+        if self._ngrams is None:
             if not batch.texts.shape[1]:
                 return None
-            self._continuations = NgramContinuations(self.policy.posterior.max_num_reqs, batch.confidences.shape[1])
-        self._continuations.reset(batch.slots[batch.new])
+            self._ngrams = NgramDrafter(self.policy.posterior.max_num_reqs, batch.confidences.shape[1])
+        self._ngrams.reset(batch.slots[batch.new])
         rows = np.flatnonzero((batch.num_tokens > 0) & (batch.limits > 0))
         slots = batch.slots[rows]
-        self._continuations.update(slots, batch.texts, slots, batch.num_tokens[rows], np.ones(len(rows), dtype=bool))
-        return self._continuations
+        self._ngrams.update(slots, batch.texts, slots, batch.num_tokens[rows], np.ones(len(rows), dtype=bool))
+        return self._ngrams
 
     def observe(self, batch: Batch, num_verified: np.ndarray, num_accepted: np.ndarray, ms: float) -> None:
-        self.policy.observe(batch.slots, num_verified, num_accepted)
+        made = self._round.confidences, self._round.from_ngrams
+        shared = np.ones(len(batch.slots), dtype=bool)
+        self.policy.observe(Outcome(batch.slots, num_verified, num_accepted, *made, shared))
 
 
 class _RecordedDrafts:

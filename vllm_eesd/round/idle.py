@@ -1,25 +1,25 @@
-"""Rounds that nobody looks at: where nothing is worth drafting, looking for it is what speculation costs."""
+"""Skip the draft decision for a few steps when recent rounds drafted nothing: deciding is itself the overhead."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 
-#: Rounds between two looks at requests that may not draft at all.
+#: Rounds between two decisions about requests that may not draft at all.
 MAY_NOT_DRAFT = 64
 
 
-class Rest:
-    """Counts the rounds in which a batch goes on as it was, one token each, without anybody asking what to draft.
+class IdleBackoff:
+    """Counts the rounds in which a batch goes on as it was, one token each, without a decision about drafts.
 
     It ends by itself as soon as the batch is another, or a step does anything but decode.
     """
 
     def __init__(self) -> None:
         self._request_ids: list[str] = []
-        self._left = self._rested = 0
+        self._left = self._skipped = 0
 
     def begin(self, num_rounds: int, request_ids: list[str]) -> None:
-        """Rest for so many rounds of this batch, 0 for none."""
+        """Skip the decision for so many rounds of this batch, 0 for none."""
         self._left = num_rounds
         if num_rounds:
             self._request_ids = list(request_ids)
@@ -27,7 +27,7 @@ class Rest:
     def goes_on(
         self, request_ids: list[str], finished: Collection[str], num_scheduled_tokens: int, emitted: list[list[int]]
     ) -> bool:
-        """Return whether the step just run is one to rest in; if not, resting is over.
+        """Return whether the step just run is one to skip; if not, the back-off is over.
 
         Args:
             request_ids: of the step's rows.
@@ -38,12 +38,12 @@ class Rest:
         decoded = not finished and num_scheduled_tokens == len(emitted) and all(emitted)
         if self._left and decoded and request_ids == self._request_ids:
             self._left -= 1
-            self._rested += 1
+            self._skipped += 1
             return True
         self._left = 0
         return False
 
     def take(self) -> int:
-        """Return the rounds rested since the last call."""
-        rested, self._rested = self._rested, 0
-        return rested
+        """Return the rounds skipped since the last call."""
+        skipped, self._skipped = self._skipped, 0
+        return skipped

@@ -1,10 +1,10 @@
-"""N-gram continuations: what followed when the text last ended as it does now, and how often that came true.
+"""The second drafter: n-gram drafts are what followed when the text last ended as it does now.
 
-Proposing one costs a look at the text instead of draft steps, and whether it would have been right shows in every token
-the target emits, whoever drafted: its acceptance is known without ever having tried it.
+Finding one costs a search of the text instead of draft steps, and whether it would have been right shows in every token
+the target emits, whichever drafter was used: its acceptance is known without ever having tried it.
 
 Source: prompt lookup, as in vllm/v1/spec_decode/ngram_proposer.py. That the length of the match tells how likely the
-continuation is, is also what suffix decoding uses (arXiv 2411.04975, section 4); the estimate is this project's.
+draft is, is also what suffix decoding uses (arXiv 2411.04975, section 4); the estimate is this project's.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 #: The longest match told apart from longer ones; and how far back a text is searched, which bounds the time it takes.
 MAX_MATCH, MAX_SEARCHED = 16, 32768
 #: Pseudo-counts of a matched length's rate before anything is seen: m matched tokens are taken for m successes and two
-#: failures. Older outcomes fade: a workload that repeats less must be noticed before copies for it cost much.
+#: failures. Older outcomes fade: a workload that repeats less must be noticed before its drafts cost much.
 SMOOTHING, MEMORY = 8.0, 50.0
 #: A text is familiar if most of its last tokens, about so many, stood in it before: a match is worth more there than in
 #: a text that repeats nothing, where it is chance.
@@ -25,24 +25,24 @@ FAMILIARITY_MEMORY, MOST = 16.0, 0.5
 NUM_CLASSES, COMMON_WEIGHT, OWN_KEPT = 4, 16.0, 0.95
 
 
-class NgramContinuations:
-    """The continuation of each running request, and the chance that the target says the same.
+class NgramDrafter:
+    """The n-gram draft of each running request, and the chance that the target emits the same.
 
-    The tokens behind the longest earlier occurrence of the text's end (of several, the latest) are copied, on into the
-    copy itself where the text ends. Token j + 1 of a continuation behind m matched tokens extends a match of m + j: one
-    rate for each matched length, learned over all requests whose texts are as familiar and leaned on by each request's
-    own outcomes, gives them all.
+    The draft is the tokens after the longest earlier occurrence of the text's end (of several, the latest); where the
+    text ends it goes on with the draft itself. Token j + 1 of a draft after m matched tokens extends a match of m + j:
+    one rate for each matched length, learned over all requests whose texts are as familiar and corrected by each
+    request's own outcomes, gives them all.
 
     Args:
         max_num_reqs: request slots.
-        longest: tokens of a continuation.
+        longest: tokens of a draft.
     Attributes:
-        tokens: [max_num_reqs, longest] int64, each slot's continuation.
+        tokens: [max_num_reqs, longest] int64, each slot's n-gram draft.
     """
 
     def __init__(self, max_num_reqs: int, longest: int) -> None:
         self.tokens = np.zeros((max_num_reqs, longest), dtype=np.int64)
-        #: Tokens matched, 0 for no continuation, and the length of the text it continues.
+        #: Tokens matched, 0 for no draft, and the length of the text it continues.
         self._matched = np.zeros(max_num_reqs, dtype=np.int64)
         self._text_length = np.zeros(max_num_reqs, dtype=np.int64)
         lengths = np.arange(MAX_MATCH + 1)
@@ -52,34 +52,39 @@ class NgramContinuations:
         given = np.stack([np.full(MAX_MATCH + 1, SMOOTHING), SMOOTHING * lengths / (lengths + 2.0)])
         self._common = np.stack([given, given], axis=1)
         self._own = np.zeros((2, max_num_reqs, NUM_CLASSES))
-        nobody = np.zeros(0, dtype=np.int64)  # compiles: no request waits for that
-        self.update(nobody, np.zeros((0, 1), dtype=np.int32), nobody, nobody, nobody.astype(bool))
-        self.chances(nobody)
+        no_rows = np.zeros(0, dtype=np.int64)  # compiles: no request waits for that
+        self.update(no_rows, np.zeros((0, 1), dtype=np.int32), no_rows, no_rows, no_rows.astype(bool))
+        self.chances(no_rows)
 
     def reset(self, slots: np.ndarray) -> None:
-        """Forget whoever had these slots."""
+        """Forget the requests that had these slots."""
         self._matched[slots] = 0
         self._familiarity[slots] = -1.0
         self._own[:, slots] = 0.0
 
     def update(
-        self, slots: np.ndarray, texts: np.ndarray, rows: np.ndarray, num_tokens: np.ndarray, shares: np.ndarray
+        self,
+        slots: np.ndarray,
+        texts: np.ndarray,
+        rows: np.ndarray,
+        num_tokens: np.ndarray,
+        updates_shared_prior: np.ndarray,
     ) -> None:
-        """Learn from what became of the last continuations, and find the next ones.
+        """Learn from what became of the last drafts, and find the next ones.
 
         Args:
             slots: [num_rows] int64, distinct.
             texts: [any, longest text] int32, token ids.
             rows: [num_rows] int64, the row of `texts` with each slot's text.
             num_tokens: [num_rows] int64, the length of its text, prompt and output, 1 or more.
-            shares: [num_rows] bool, whose outcomes may teach what other requests use.
+            updates_shared_prior: [num_rows] bool, whose outcomes may teach what other requests use.
         """
         _update(
             slots,
             texts,
             rows,
             num_tokens,
-            shares,
+            updates_shared_prior,
             self.tokens,
             self._matched,
             self._text_length,
@@ -91,7 +96,7 @@ class NgramContinuations:
     def chances(self, slots: np.ndarray) -> np.ndarray:
         """Return the chance that all of the first j tokens are accepted, [num_rows, longest + 1] float64; 1 at j = 0.
 
-        It is 0 from j = 1 on where there is no continuation.
+        It is 0 from j = 1 on where there is no draft.
         """
         chances = np.empty((len(slots), self.tokens.shape[1] + 1))
         _chances(slots, self._matched, self._familiarity, self._common, self._own, chances)
@@ -139,7 +144,7 @@ def _update(
     texts: np.ndarray,
     rows: np.ndarray,
     num_tokens: np.ndarray,
-    shares: np.ndarray,
+    updates_shared_prior: np.ndarray,
     tokens: np.ndarray,
     matched: np.ndarray,
     text_length: np.ndarray,
@@ -147,7 +152,7 @@ def _update(
     common: np.ndarray,
     own: np.ndarray,
 ) -> None:
-    """See `NgramContinuations.update`; the other arrays are its own."""
+    """See `NgramDrafter.update`; the other arrays are its own."""
     for index, slot in enumerate(slots):
         text = texts[rows[index], : num_tokens[index]]
         if matched[slot] > 0:
@@ -159,7 +164,7 @@ def _update(
                 kind = _class_of(length)
                 own[0, slot, kind] = own[0, slot, kind] * OWN_KEPT + 1.0
                 own[1, slot, kind] = own[1, slot, kind] * OWN_KEPT + right
-                if shares[index]:
+                if updates_shared_prior[index]:
                     kept = min(1.0, MEMORY / (common[0, known, length] + 1.0))
                     common[0, known, length] = kept * (common[0, known, length] + 1.0)
                     common[1, known, length] = kept * (common[1, known, length] + right)
@@ -184,7 +189,7 @@ def _chances(
     own: np.ndarray,
     chances: np.ndarray,
 ) -> None:
-    """See `NgramContinuations.chances`."""
+    """See `NgramDrafter.chances`."""
     for index, slot in enumerate(slots):
         chances[index, 0] = 1.0
         chances[index, 1:] = 0.0

@@ -82,13 +82,13 @@ class DraftStats:
         self.draft_length_histogram[num_drafted] += num_rounds
         self.accepted_length_histogram[num_accepted] += num_rounds
 
-    def count_copied(self, num_tokens: int, num_accepted: int) -> None:
-        """Add draft tokens, of rounds counted otherwise, that were copied from the text instead of drafted."""
+    def count_ngrams(self, num_tokens: int, num_accepted: int) -> None:
+        """Add draft tokens, of rounds counted otherwise, that were n-gram drafts."""
         self.copied += num_tokens
         self.copied_accepted += num_accepted
 
     def count_time(self, decode_ms: float, plain_ms: float) -> None:
-        """Add the time of a step in which everybody decoded, and what its tokens would have taken without drafts.
+        """Add the time of a step in which every request decoded, and what its tokens would have taken without drafts.
 
         Times that no clock shows are left out.
         """

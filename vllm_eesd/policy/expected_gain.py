@@ -70,7 +70,7 @@ def survive(
 
 
 @numba.njit(cache=True)
-def worthwhile(
+def rows_to_extend(
     slots: np.ndarray,
     num_drafted: int,
     longest: int,
@@ -93,7 +93,7 @@ def worthwhile(
         verify: ms by number of drafts verified.
         draft: ms of a draft step by number of rows.
         rate: tokens per ms that drafting must beat.
-        first_ms: what the next step costs besides.
+        first_ms: what the next step costs on top.
     Returns:
         [num_rows] bool.
     """
@@ -144,10 +144,10 @@ def _worth_the_next_step(
 
 
 @numba.njit(cache=True)
-def worth_copying(
+def ngrams_to_take(
     slots: np.ndarray,
     chances: np.ndarray,
-    copy_limits: np.ndarray,
+    ngram_limits: np.ndarray,
     limits: np.ndarray,
     chain: np.ndarray,
     verify: np.ndarray,
@@ -155,40 +155,40 @@ def worth_copying(
     round_ms: float,
     rate: float,
 ) -> np.ndarray:
-    """Return how many tokens of its continuation each row submits, 0 where drafting is expected to be worth more.
+    """Return how many tokens of its n-gram draft each row submits, 0 where drafting is expected to be worth more.
 
     Costs of rows are taken one by one for that comparison, with a share in what the batch pays together; how many
-    tokens are copied in all is then decided with the batch's own times.
+    tokens are taken in all is then decided with the batch's own times.
 
     Args:
-        chances: [num_rows, any + 1], that all of the continuation's first j tokens are accepted.
-        copy_limits: [num_rows], tokens of it that each row may submit.
-        limits, chain: see `worthwhile`.
-        verify: ms by number of tokens verified; from 1 on with `round_ms`, which copying does not cost.
+        chances: [num_rows, any + 1], that all of the n-gram draft's first j tokens are accepted.
+        ngram_limits: [num_rows], tokens of it that each row may submit.
+        limits, chain: see `rows_to_extend`.
+        verify: ms by number of tokens verified; from 1 on with `round_ms`, which n-gram drafts do not cost.
         draft: ms of a draft step by number of rows.
         rate: tokens per ms that it must beat.
     Returns:
         [num_rows] int64.
     """
     num_rows, depth = len(slots), chances.shape[1] - 1
-    copied = np.zeros(num_rows, dtype=np.int64)
+    taken = np.zeros(num_rows, dtype=np.int64)
     if num_rows == 0:
-        return copied
-    depth = min(depth, copy_limits.max())
+        return taken
+    depth = min(depth, ngram_limits.max())
     if depth == 0:
-        return copied
+        return taken
     each = rate * (verify[(depth + 1) * num_rows] - verify[num_rows]) / (depth * num_rows)
     step, start = rate * draft[num_rows] / num_rows, rate * round_ms / num_rows
     gain = np.zeros((num_rows, depth))
     for row, slot in enumerate(slots):
-        copying = drafting = most = 0.0
-        for j in range(1, min(depth, copy_limits[row]) + 1):
-            copying += max(chances[row, j] - each, 0.0)
+        taking = drafting = most = 0.0
+        for j in range(1, min(depth, ngram_limits[row]) + 1):
+            taking += max(chances[row, j] - each, 0.0)
             if j <= limits[slot]:
                 drafting += chain[slot, j] - each - step
                 most = max(most, drafting)
-        if copying > most - start:
-            for j in range(min(depth, copy_limits[row])):
+        if taking > most - start:
+            for j in range(min(depth, ngram_limits[row])):
                 gain[row, j] = chances[row, j + 1]
     order = np.argsort(-gain.ravel(), kind="mergesort")  # stable: a row's tokens stay in their order
     best, most, tokens = 0, 0.0, 0.0
@@ -199,35 +199,35 @@ def worth_copying(
             best, most = many, value
     for many in range(best):
         if gain.ravel()[order[many]] > 0.0:
-            copied[order[many] // depth] += 1
-    return copied
+            taken[order[many] // depth] += 1
+    return taken
 
 
 @numba.njit(cache=True)
 def round_cost(
-    num_verified: np.ndarray, copied: np.ndarray, verify: np.ndarray, draft: np.ndarray, round_ms: float
+    num_verified: np.ndarray, from_ngrams: np.ndarray, verify: np.ndarray, draft: np.ndarray, round_ms: float
 ) -> tuple[float, float]:
     """Return a round's time, and that of drafting and of verifying what was drafted, in plain steps.
 
     Args:
         num_verified: [num_reqs] int64, not all 0.
-        copied: [num_reqs] bool, whose were copied.
-        verify, draft, round_ms: see `worth_copying`.
+        from_ngrams: [num_reqs] bool, whose were n-gram drafts.
+        verify, draft, round_ms: see `ngrams_to_take`.
     """
-    of_copies = of_drafts = longest = 0
+    of_ngrams = of_drafts = longest = 0
     for row in range(len(num_verified)):
-        if copied[row]:
-            of_copies += num_verified[row]
+        if from_ngrams[row]:
+            of_ngrams += num_verified[row]
         else:
             of_drafts += num_verified[row]
             longest = max(longest, num_verified[row])
     if of_drafts == 0:
-        return (verify[of_copies] - round_ms) / verify[0], 0.0
-    ms = verify[of_copies + of_drafts]
+        return (verify[of_ngrams] - round_ms) / verify[0], 0.0
+    ms = verify[of_ngrams + of_drafts]
     for step in range(longest):
         rows = 0
         for row in range(len(num_verified)):
-            if num_verified[row] > step and not copied[row]:
+            if num_verified[row] > step and not from_ngrams[row]:
                 rows += 1
         ms += draft[rows]
-    return ms / verify[0], (ms - verify[of_copies]) / verify[0]
+    return ms / verify[0], (ms - verify[of_ngrams]) / verify[0]

@@ -1,0 +1,63 @@
+"""What both runners build a round from: the policy, the trace of rounds, and the times that all ranks learn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from vllm_eesd.host.compat import get_tp_group
+from vllm_eesd.host.speculative import EESDSpeculativeConfig
+from vllm_eesd.policy import BetaPosterior, Calibration, CostModel, DraftLengthPolicy, build_policy
+from vllm_eesd.round.outcome import StepTimes
+from vllm_eesd.round_trace import RoundTrace
+
+
+def open_trace(config: EESDSpeculativeConfig) -> RoundTrace | None:
+    """Return the writer of `policy_args.trace_file` on the rank that has it, None elsewhere and where none is named."""
+    path = config.eesd.policy_args.get("trace_file")
+    if path is None or get_tp_group().rank_in_group:  # every rank sees the same rounds
+        return None
+    settings = {"policy": config.eesd.policy, "num_speculative_tokens": config.num_speculative_tokens}
+    return RoundTrace(path, settings | {"exit_layer": config.exit_head.exit_layer})
+
+
+def build_policy_of(
+    config: EESDSpeculativeConfig, max_num_reqs: int, name: str | None = None, like: DraftLengthPolicy | None = None
+) -> DraftLengthPolicy:
+    """Return the policy of an engine that runs `max_num_reqs` requests at once.
+
+    Args:
+        name: another policy than the configured one, with its default arguments.
+        like: whose costs and calibration it shares; None starts from the head's.
+    """
+    head, eesd = config.exit_head, config.eesd
+    posterior = BetaPosterior(max_num_reqs, head.prior.alpha, head.prior.beta)
+    args: dict[str, Any] = eesd.policy_args if name in (None, eesd.policy) else {}
+    if like is not None:
+        return build_policy(name or eesd.policy, posterior, eesd.seed, args, like.costs, like.calibration)
+    # Until measured: a draft step takes its layers' share of a plain step.
+    costs = CostModel((head.exit_layer + (head.head_type != "headless")) / head.verifier.num_hidden_layers)
+    calibration = Calibration() if config.head_directory is None else Calibration.load(config.head_directory)
+    return build_policy(eesd.policy, posterior, eesd.seed, args, costs, calibration)
+
+
+def agree_on_times(every: int) -> Callable[[StepTimes], list[StepTimes]] | None:
+    """Return what makes every rank learn rank 0's times, as `round.outcome.Learner` asks for it; None with one rank.
+
+    Args:
+        every: steps whose times travel together.
+    """
+    group = get_tp_group()
+    if group.world_size == 1:
+        return None
+    waiting: list[StepTimes] = []
+
+    def agree(times: StepTimes) -> list[StepTimes]:
+        waiting.append(times)
+        if len(waiting) < every:
+            return []
+        agreed = group.broadcast_object(list(waiting), src=0)
+        waiting.clear()
+        return agreed
+
+    return agree

@@ -1,0 +1,90 @@
+"""What EESD reads of a step of Model Runner V1: the only reader of its batch's attributes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+
+class V1Step:
+    """The step of the target that has just run, after vLLM's bookkeeping.
+
+    Args:
+        runner: vLLM's GPUModelRunner (CPUModelRunner on a CPU).
+        scheduler_output: of the step.
+        emitted: per batch row the tokens emitted; empty for a prompt chunk.
+    Source: vllm/v1/worker/gpu_input_batch.py, vllm/v1/core/sched/output.py.
+    """
+
+    def __init__(self, runner: Any, scheduler_output: Any, emitted: list[list[int]]) -> None:
+        self.runner, self.emitted = runner, emitted
+        self._batch, self._scheduled = runner.input_batch, scheduler_output
+        #: Of the rows, in batch order; vLLM's own list, not to be kept.
+        self.req_ids: list[str] = runner.input_batch.req_ids
+        #: Requests that ended since the last step, and tokens of the step's forward.
+        self.finished: set[str] = scheduler_output.finished_req_ids
+        self.num_scheduled_tokens: int = scheduler_output.total_num_scheduled_tokens
+
+    def __len__(self) -> int:
+        return len(self.emitted)
+
+    def num_tokens(self) -> np.ndarray:
+        """Return the length of each row's text, prompt and output, [num_reqs] int64."""
+        return self._batch.num_tokens_no_spec[: len(self)].astype(np.int64)
+
+    def num_prompt_tokens(self) -> np.ndarray:
+        """Return the length of each row's prompt, [num_reqs]."""
+        return self._batch.num_prompt_tokens[: len(self)]
+
+    def prompt(self, row: int) -> list[int]:
+        """Return a row's prompt, token ids."""
+        return self._batch.token_ids_cpu[row, : self._batch.num_prompt_tokens[row]].tolist()
+
+    def texts(self) -> np.ndarray:
+        """Return the text of every row, prompt and output, [at least num_reqs, longest text] int32."""
+        return self._batch.token_ids_cpu
+
+    def judged_drafts(self) -> list[list[int]]:
+        """Return per row the draft tokens that the target judged.
+
+        vLLM marks placeholders, and drafts that a grammar cut, with -1: those were not judged.
+        """
+        scheduled = self._scheduled.scheduled_spec_decode_tokens
+        return [[token for token in scheduled.get(name, ()) if token >= 0] for name in self.req_ids]
+
+    def input_token_ids(self) -> np.ndarray:
+        """Return the last token each row emitted, [num_reqs] int64; 0 where it emitted none."""
+        return np.array([tokens[-1] if tokens else 0 for tokens in self.emitted], dtype=np.int64)
+
+    def input_hidden_rows(self) -> torch.Tensor:
+        """Return which row of the step's hidden states each row's input token was sampled from, [num_reqs] int64.
+
+        The hidden states hold one for every scheduled draft of a row, placeholders included, and one more.
+        """
+        scheduled = self._scheduled.scheduled_spec_decode_tokens
+        num_judged = np.array([len(scheduled.get(name, ())) + 1 for name in self.req_ids])
+        num_emitted = np.array([len(tokens) for tokens in self.emitted])
+        return torch.from_numpy(num_judged.cumsum() - num_judged + (num_emitted - 1).clip(min=0))
+
+    def has_adapter(self) -> np.ndarray:
+        """Return which rows' requests have a LoRA adapter, [num_reqs] bool."""
+        if not self.runner.lora_config:
+            return np.zeros(len(self), dtype=bool)
+        return self._batch.request_lora_mapping[: len(self)] != 0
+
+    @property
+    def requests(self) -> dict[str, Any]:
+        """vLLM's CachedRequestState of every request of the engine, by id."""
+        return self.runner.requests
+
+    @property
+    def max_model_len(self) -> int:
+        """The longest text, in tokens."""
+        return self.runner.max_model_len
+
+    @property
+    def vocab_size(self) -> int:
+        """Of the target."""
+        return self.runner.model_config.get_vocab_size()

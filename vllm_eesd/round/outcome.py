@@ -1,0 +1,108 @@
+"""What is learned from a round: posterior, calibration, costs, counters and a report, for every runner alike."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from vllm_eesd.policy import DraftLengthPolicy, Outcome
+from vllm_eesd.round.counters import DraftStats
+
+#: As often as vLLM logs its own statistics.
+REPORT_EVERY_S = 10.0
+
+logger = logging.getLogger("vllm.eesd")
+
+
+class StepTimes(NamedTuple):
+    """What one step of the target took, and the drafting before it.
+
+    Attributes:
+        num_reqs, num_tokens: requests of the step, and tokens of its forward.
+        num_emitted: tokens it emitted.
+        verify_ms: the step outside drafting; None where a request of it did not decode or no clock saw its beginning.
+        draft_steps: (rows, ms) of each draft step.
+        draft_round: (rows, ms) of drafting outside its steps; None without draft steps.
+        decision: (requests, ms) of a round in which nothing was found worth drafting; None in others.
+        num_skipped: steps before this one in which the draft decision was skipped; they took as long.
+    """
+
+    num_reqs: int
+    num_tokens: int
+    num_emitted: int
+    verify_ms: float | None
+    draft_steps: Sequence[tuple[int, float]] = ()
+    draft_round: tuple[int, float] | None = None
+    decision: tuple[int, float] | None = None
+    num_skipped: int = 0
+
+    @property
+    def draft_ms(self) -> float:
+        """Time of the drafting before the step."""
+        return sum(ms for _, ms in self.draft_steps) + (0.0 if self.draft_round is None else self.draft_round[1])
+
+
+class Learner:
+    """Takes in what became of rounds and what they took.
+
+    Args:
+        policy: learns.
+        counters: count.
+        agree: returns the times to learn from now, given those of a step: with several ranks all must learn the same,
+            for their draft lengths follow from it. None: the step's own.
+    """
+
+    def __init__(
+        self,
+        policy: DraftLengthPolicy,
+        counters: DraftStats,
+        agree: Callable[[StepTimes], list[StepTimes]] | None = None,
+    ) -> None:
+        self.policy, self.counters = policy, counters
+        self._agree = agree
+        self._reported = time.perf_counter()
+        #: A state file that cannot be written is worth one line, not one every REPORT_EVERY_S.
+        self._state_saved = True
+
+    def learn(self, outcome: Outcome) -> None:
+        """Learn from the outcome of one step's drafts."""
+        if len(outcome.slots):
+            self.policy.observe(outcome)
+
+    def learn_times(self, times: StepTimes) -> None:
+        """Tell the cost model what a step and the drafting before it took, and count its time."""
+        for step in [times] if self._agree is None else self._agree(times):
+            self._learn_times(step)
+
+    def _learn_times(self, times: StepTimes) -> None:
+        costs = self.policy.costs
+        for num_rows, ms in times.draft_steps:
+            costs.observe_draft_step(num_rows, ms)
+        if times.draft_round is not None:
+            costs.observe_draft_round(*times.draft_round)
+        if times.decision is not None:
+            costs.observe_decision(*times.decision)
+        if times.verify_ms is None:
+            return
+        costs.observe_verify(times.num_reqs, times.num_tokens, times.verify_ms)
+        plain_ms = float(costs.verify_curve(times.num_reqs, 0)[0]) * times.num_emitted / times.num_reqs
+        num_steps = 1 + times.num_skipped
+        self.counters.count_time((times.verify_ms + times.draft_ms) * num_steps, plain_ms * num_steps)
+
+    def report(self) -> None:
+        """Log one line and save what was learned, every REPORT_EVERY_S; call it while requests run."""
+        now = time.perf_counter()
+        if 0 <= now - self._reported < REPORT_EVERY_S:
+            return
+        self._reported = now
+        try:
+            self.policy.save_state()
+            self._state_saved = True
+        except OSError as error:
+            if self._state_saved:
+                logger.warning("eesd: policy_args.state_file cannot be written, nothing is kept: %s", error)
+            self._state_saved = False
+        if self.counters.rounds:
+            logger.info("EESD: %s", self.counters.summary())
