@@ -38,7 +38,7 @@ test: $(STAMP)
 	$(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 fuzz: $(STAMP)
-	$(VENV)/bin/python -m pytest tests/unit/test_hostile_input.py tests/host/test_hostile_config.py tests/host/test_faults.py \
+	$(VENV)/bin/python -m pytest tests/unit/test_hostile_input.py tests/engine_v1/test_hostile_config.py tests/engine_v1/test_faults.py \
 		--fuzz-examples $(EXAMPLES) --report benchmarks/results/fuzz.json $(ARGS)
 
 soak: $(STAMP)

@@ -15,7 +15,7 @@ INTERPRETED = importlib.util.find_spec("triton_cpu_interpreter") is not None
 collect_ignore_glob = [] if INTERPRETED or torch.cuda.is_available() else ["test_*.py"]
 
 # The targets, heads and engines of the host's tests, whose conftest pytest reads for its own folder only.
-_path = Path(__file__).parents[2] / "host" / "conftest.py"
+_path = Path(__file__).parents[1] / "engine_v1" / "conftest.py"
 _spec = importlib.util.spec_from_file_location("host_fixtures", _path)
 host = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(host)
