@@ -51,6 +51,7 @@ class EarlyExitSpeculator(DraftSteps):
         if get_tp_group().rank_in_group == 0:
             rank = vllm_config.parallel_config.data_parallel_rank
             publish(config.metrics_directory, rank, self.stats, self.breaker)
+        self._kernels_warm = False
         #: While set, a dummy run is the target's alone.
         self.rests_in_dummy_runs = False
         #: Before and after the draft step of the last dummy run.
@@ -114,13 +115,21 @@ class EarlyExitSpeculator(DraftSteps):
             compile_draft_step(self.kernel_step, self.vllm_config, self.device, token_dtype)
         return step
 
+    def warm_up(self, runner: Any) -> None:
+        """Have the kernels of verification compiled, once.
+
+        Called before the worker warms up: at the end of that vLLM begins to report, or refuse, what is compiled later.
+        """
+        if not self._kernels_warm and can_verify(runner.rejection_sampler):
+            warm_up(runner, self.draft_logits)
+        self._kernels_warm = True
+
     def profile_costs(self, runner: Any) -> None:
         """Time steps of a few sizes, so that the first requests are not the ones to learn from; then serving begins.
 
         Called once the worker is warmed up, which vLLM does with requests and drafts of its own making.
         """
-        if can_verify(runner.rejection_sampler):
-            warm_up(runner, self.draft_logits)
+        self.warm_up(runner)
         profile_v2_costs(runner, self, self.policy.costs)
         self.rounds.start_afresh()
         self.rounds.learns = True
