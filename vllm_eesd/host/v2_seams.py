@@ -77,11 +77,14 @@ def _wrap_take_draft_token_ids(original: Callable[..., Any]) -> Callable[..., An
 
 def _wrap_compile_or_warm_up_model(original: Callable[..., Any]) -> Callable[..., Any]:
     def compile_or_warm_up_model(self):
-        times = original(self)  # first: it captures the CUDA graphs that serving replays
         # A worker of V1's in the same process has no request states.
         states = getattr(self.model_runner, "req_states", None)
-        if (speculator := getattr(states, "eesd_speculator", None)) is not None:
-            speculator.profile_costs(self.model_runner)
+        speculator = getattr(states, "eesd_speculator", None)
+        if speculator is None:
+            return original(self)
+        speculator.warm_up(self.model_runner)  # at its end the original arms a monitor of what is compiled
+        times = original(self)  # it captures the CUDA graphs that serving replays, so timing comes behind it
+        speculator.profile_costs(self.model_runner)
         return times
 
     return compile_or_warm_up_model
