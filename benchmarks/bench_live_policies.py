@@ -4,8 +4,9 @@
     python -P benchmarks/make_random_target.py build/random_135m   # nothing to predict, at a real model's step
     python -P benchmarks/bench_live_policies.py build/random_135m --workloads random_tokens --lengths "" [...]
 
-Two engines run side by side: plain vLLM, and EESD, where each request names its own policy (`eesd_policy`,
-`eesd_max_draft_tokens`; `off` is `eesd_enabled: false`). Methods take turns within a round; ratios are paired by round.
+Two engines run side by side: plain vLLM, and EESD, which is switched from policy to policy (`eesd_use_policy`);
+requests limit their drafts (`eesd_max_draft_tokens`; `off` is `eesd_enabled: false`). Methods take turns within a round;
+ratios are paired by round.
 A request that ends makes room for the next, so that a batch stays full: a run's last requests are not what is measured.
 Random tokens are sampled at a temperature at which nothing can be predicted: drafting never pays there.
 """
@@ -44,7 +45,7 @@ def main() -> None:
     args = parser.parse_args()
     settings, batches = EngineSettings(args.model), [int(batch) for batch in args.batches.split(",")]
     lengths = [int(length) for length in args.lengths.split(",") if length]
-    options = OPTIONS | {f"fixed {k}": {"eesd_policy": "fixed", "eesd_max_draft_tokens": k} for k in lengths}
+    options = OPTIONS | {f"fixed {k}": {"eesd_max_draft_tokens": k} for k in lengths}
     count = max(args.prompts, *(used_prompts(args.prompts, batch) for batch in batches))
     prompts = {}
     for name in args.workloads.split(","):
@@ -90,6 +91,8 @@ def measure(
         for method in rotated(list(options), number):
             llm = engines["plain" if method == "plain" else "eesd"]
             llm.reset_prefix_cache()
+            if method != "plain":
+                llm.collective_rpc("eesd_use_policy", args=("fixed" if method.startswith("fixed") else "goodput",))
             began = time.perf_counter()
             outputs = generate(llm, prompts, batch, max_tokens, temperature, options[method])
             if number:

@@ -20,8 +20,9 @@ import numpy as np
 
 from vllm_eesd.bench.hardware import provenance
 from vllm_eesd.config import LONGEST_COPY
-from vllm_eesd.continuations import NgramContinuations
-from vllm_eesd.policy import POLICIES, BetaPosterior, build_policy
+from vllm_eesd.policy import POLICIES, BetaPosterior, Outcome, build_policy
+from vllm_eesd.round.draft import DraftRound
+from vllm_eesd.round.ngram import NgramDrafter
 
 NUM_SPECULATIVE_TOKENS = 8
 STEPS, WARM_UP_STEPS, COPY_STEPS = 1500, 300, 200
@@ -37,7 +38,8 @@ def measure(name: str, num_rows: int, hopeless: bool) -> dict[str, float]:
     policy = build_policy(name, BetaPosterior(num_rows, 3.0, 1.0), 0, {})
     slots, limits = np.arange(num_rows), np.full(num_rows, NUM_SPECULATIVE_TOKENS)
     policy.reset(slots)
-    times: dict[str, list[float]] = {"feed_costs": [], "observe": [], "begin_round": [], "draft_more": [], "step": []}
+    everyone, no_ngrams = np.ones(num_rows, dtype=bool), np.zeros(num_rows, dtype=bool)
+    times: dict[str, list[float]] = {"feed_costs": [], "observe": [], "begin": [], "tell": [], "step": []}
 
     def timed(hook: str, function, *args):
         start = time.perf_counter()
@@ -46,43 +48,36 @@ def measure(name: str, num_rows: int, hopeless: bool) -> dict[str, float]:
         return result
 
     for _ in range(WARM_UP_STEPS + STEPS):
-        calls_before = len(times["draft_more"])
-        timed("begin_round", policy.begin_round, slots, limits)
-        rows, lengths, confidence, num_drafted = slots, np.zeros(num_rows, dtype=np.int64), None, 0
-        while True:
-            rows = rows[
-                timed("draft_more", policy.draft_more, rows, num_drafted, confidence) & (limits[rows] > num_drafted)
-            ]
-            if not len(rows):
-                break
-            num_drafted += 1
-            lengths[rows] += 1
-            confidence = generator.beta(6, 2, len(rows)).astype(np.float32)
-        accepted = np.minimum(lengths, 0 if hopeless else generator.geometric(0.3, num_rows) - 1)
-        timed("feed_costs", feed_costs, policy.costs, num_rows, lengths, draft_ms)
-        timed("observe", policy.observe, slots, lengths, accepted)
-        decided = sum(times["draft_more"][calls_before:])
-        times["step"].append(decided + sum(times[hook][-1] for hook in ("feed_costs", "observe", "begin_round")))
+        calls_before = len(times["tell"])
+        round_ = timed("begin", DraftRound, policy, slots, limits)
+        while len(round_.rows):
+            timed("tell", round_.tell, generator.beta(6, 2, len(round_.rows)).astype(np.float32))
+        accepted = np.minimum(round_.lengths, 0 if hopeless else generator.geometric(0.3, num_rows) - 1)
+        timed("feed_costs", feed_costs, policy.costs, num_rows, round_.lengths, draft_ms)
+        outcome = Outcome(slots, round_.lengths, accepted, round_.confidences, no_ngrams, everyone)
+        timed("observe", policy.observe, outcome)
+        decided = sum(times["tell"][calls_before:])
+        times["step"].append(decided + sum(times[hook][-1] for hook in ("feed_costs", "observe", "begin")))
     skip = {hook: WARM_UP_STEPS * len(values) // (WARM_UP_STEPS + STEPS) for hook, values in times.items()}
-    return {hook: 1e6 * statistics.median(values[skip[hook] :]) for hook, values in times.items()}
+    return {hook: 1e6 * statistics.median(values[skip[hook] :] or [0.0]) for hook, values in times.items()}
 
 
-def measure_copies(num_rows: int, text_length: int) -> dict[str, float]:
-    """Return the median microseconds of searching every row's text, and of deciding what to copy."""
-    continuations = NgramContinuations(num_rows, LONGEST_COPY)
+def measure_ngrams(num_rows: int, text_length: int) -> dict[str, float]:
+    """Return the median microseconds of searching every row's text, and of deciding which n-gram drafts to take."""
+    ngrams = NgramDrafter(num_rows, LONGEST_COPY)
     policy = build_policy("goodput", BetaPosterior(num_rows, 3.0, 1.0), 0, {})
     slots, limits = np.arange(num_rows), np.full(num_rows, LONGEST_COPY)
     policy.reset(slots)
     texts = np.random.default_rng(0).integers(0, 2000, (num_rows, text_length + COPY_STEPS)).astype(np.int32)
-    times: dict[str, list[float]] = {"search": [], "copy": []}
+    times: dict[str, list[float]] = {"search": [], "take": []}
     for step in range(COPY_STEPS):
-        policy.begin_round(slots, limits)
+        policy.begin(slots, limits)
         began = time.perf_counter()
-        continuations.update(slots, texts, slots, np.full(num_rows, text_length + step), limits > 0)
+        ngrams.update(slots, texts, slots, np.full(num_rows, text_length + step), limits > 0)
         searched = time.perf_counter()
-        policy.copy(slots, continuations.chances(slots), limits)
+        policy.take_ngrams(slots, ngrams.chances(slots), limits)
         times["search"].append(searched - began)
-        times["copy"].append(time.perf_counter() - searched)
+        times["take"].append(time.perf_counter() - searched)
     return {hook: round(1e6 * statistics.median(values), 1) for hook, values in times.items()}
 
 
@@ -111,7 +106,7 @@ def main() -> None:
             print(f"{name:14}{num_rows:4} rows, us: " + ", ".join(f"{hook} {us}" for hook, us in medians.items()))
     for num_rows in map(int, args.rows.split(",")):
         for text_length in TEXT_LENGTHS:
-            medians = measure_copies(num_rows, text_length)
+            medians = measure_ngrams(num_rows, text_length)
             rows.append(
                 {"policy": "goodput", "num_rows": num_rows, "text_length": text_length} | medians | provenance()
             )

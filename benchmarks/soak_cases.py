@@ -31,13 +31,10 @@ WISHES: tuple[dict[str, Any], ...] = (
     {},
     {"eesd_enabled": "false"},
     {"eesd_max_draft_tokens": 2},
-    {"eesd_policy": "fixed"},
-    {"eesd_policy": "beta_ts"},
-    {"eesd_policy": "calibrated_ts"},
 )
 #: Refused with status 400, whatever else is going on.
 REFUSED: tuple[dict[str, Any], ...] = (
-    {"vllm_xargs": {"eesd_policy": "../../etc/passwd"}},
+    {"vllm_xargs": {"eesd_policy": "fixed"}},
     {"vllm_xargs": {"eesd_max_draft_tokens": 10**9}},
     {"vllm_xargs": {"eesd_depth": 3}},
     {"min_p": 0.2, "temperature": 1.0},

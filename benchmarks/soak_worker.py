@@ -30,7 +30,7 @@ class SoakExtension(WorkerExtension):
         drafter = self.model_runner.drafter
         owner, name = {
             "step": (drafter._rows, "step"),
-            "policy": (drafter.policy, "begin_round"),
+            "policy": (drafter.policy, "begin"),
             "requests": (drafter._requests, "draft_limits"),
         }[place]
         if owner is None or drafter.breaker.recent >= MAX_FAULTS - 1:

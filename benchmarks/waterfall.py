@@ -41,7 +41,6 @@ STEP = "vllm.v1.engine.llm_engine:LLMEngine.step"
 SCHEDULE = "vllm.v1.core.sched.scheduler:Scheduler.schedule"
 UPDATE = "vllm.v1.core.sched.scheduler:Scheduler.update_from_output"
 _RUNNER = "vllm.v1.worker.gpu_model_runner:GPUModelRunner."
-_DISPATCH = "vllm_eesd.policy.dispatch:Dispatch."
 #: Piece -> the methods whose own time it is. All must exist: a waterfall with a hole would blame the wrong piece.
 PIECES = {
     "engine loop": [
@@ -76,19 +75,18 @@ PIECES = {
         "vllm_eesd.host.v1:EarlyExitProposer.propose_round",
     ],
     "policy": [
-        _DISPATCH + "begin_round",
-        _DISPATCH + "copy",
-        _DISPATCH + "draft_more",
-        _DISPATCH + "observe",
-        "vllm_eesd.host.v1:EarlyExitProposer._learn_costs",
+        "vllm_eesd.round.draft:DraftRound.__init__",
+        "vllm_eesd.round.draft:DraftRound.tell",
+        "vllm_eesd.round.outcome:Learner.learn",
+        "vllm_eesd.round.outcome:Learner.learn_times",
     ],
-    "n-gram continuations": ["vllm_eesd.host.v1:EarlyExitProposer._continue_texts"],
+    "n-gram drafts": ["vllm_eesd.host.v1:EarlyExitProposer._find_ngrams"],
     "bookkeeping and output": [
         _RUNNER + "_bookkeeping_sync",
         _RUNNER + "_update_states_after_model_execute",
         _RUNNER + "take_draft_token_ids",
         "vllm.v1.engine.output_processor:OutputProcessor.process_outputs",
-        "vllm_eesd.stats:DraftStats.count",
+        "vllm_eesd.round.counters:DraftStats.count",
     ],
     UNNAMED: [STEP],
 }

@@ -164,14 +164,13 @@ def preemptions(monkeypatch):
 
 
 @pytest.fixture
-def everything_copied(monkeypatch):
-    """`goodput` copies every n-gram continuation to its end, however unlikely."""
+def every_ngram_taken(monkeypatch):
+    """`goodput` takes every n-gram draft to its end, however unlikely."""
     import numpy as np
 
     from vllm_eesd.policy.goodput import Goodput
 
-    def copy(self, slots, chances, limits):
-        self.copied[slots] = np.where(chances[:, 1] > 0, limits, 0)
-        return self.copied[slots]
+    def take_ngrams(self, slots, chances, limits):
+        return np.where(chances[:, 1] > 0, limits, 0)
 
-    monkeypatch.setattr(Goodput, "copy", copy)
+    monkeypatch.setattr(Goodput, "take_ngrams", take_ngrams)

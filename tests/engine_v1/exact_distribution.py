@@ -130,7 +130,7 @@ def joint_distribution(logits: Sequence[np.ndarray], prompt: Sequence[int], samp
 
 
 def count_outputs(
-    llm: Any, prompt: Sequence[int], samplings: Sequence[dict[str, Any]], num_samples: int
+    llm: Any, prompt: Sequence[int], samplings: Sequence[dict[str, Any]], num_samples: int, run: int = 0
 ) -> list[np.ndarray]:
     """Return how often the engine gave each output, per sampling an int array [VOCAB_SIZE] * NUM_GENERATED.
 
@@ -141,16 +141,17 @@ def count_outputs(
         prompt: its token ids.
         samplings: keyword arguments of `vllm.SamplingParams`; a `seed` is the first request's, the others count on.
         num_samples: requests, all samplings together.
+        run: another number draws other samples.
     """
     import torch
     from vllm import SamplingParams
 
-    torch.manual_seed(0)  # the engine's sampler draws from this process's generator
+    torch.manual_seed(run)  # the engine's sampler draws from this process's generator
     requests = []
     for number in range(num_samples):
         sampling = samplings[number % len(samplings)]
         if "seed" in sampling:
-            sampling = sampling | {"seed": sampling["seed"] + number}
+            sampling = sampling | {"seed": sampling["seed"] + run * num_samples + number}
         requests.append(SamplingParams(max_tokens=NUM_GENERATED, ignore_eos=True, detokenize=False, **sampling))
     answers = llm.generate([{"prompt_token_ids": list(prompt)}] * num_samples, requests, use_tqdm=False)
     outputs = np.array([answer.outputs[0].token_ids for answer in answers])

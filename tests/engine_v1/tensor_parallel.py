@@ -16,7 +16,7 @@ class BreakableWorker(WorkerExtension):
             raise RuntimeError("injected")
 
         if self.rank == rank:
-            self.model_runner.drafter.policy.begin_round = broken
+            self.model_runner.drafter.policy.begin = broken
 
 
 def main(model, head):

@@ -191,7 +191,7 @@ def test_a_seed_repeats_its_answer(eesd_llm, texts):
         for name, params in {
             "min_p": {"min_p": 0.1, "temperature": 1.0},
             "logit_bias": {"logit_bias": {5: 1.0}},
-            "eesd_policy that does not exist": {"extra_args": {"eesd_policy": "../best"}},
+            "an eesd_ option that does not exist": {"extra_args": {"eesd_policy": "fixed"}},
         }.items()
     ],
 )

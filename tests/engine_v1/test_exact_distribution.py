@@ -104,18 +104,18 @@ def llm(request, engine, eight_token_target, cloned_head):
         }
     options = {"max_num_seqs": 256, "max_model_len": 32, "num_gpu_blocks_override": 512, "block_size": 32}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("vllm_eesd.host.v1.CostModel", FreeDrafting)
+        patch.setattr("vllm_eesd.host.round_setup.CostModel", FreeDrafting)
         with engine(eight_token_target, spec, **options) as llm:
             yield llm
 
 
 def verdict_on(llm, distributions, names, num_samples=NUM_SAMPLES, prompt=PROMPT, policy=None):
     """Return (verdict, counters) on the outputs of `num_samples` requests, samplings taking turns; plain has none."""
-    extra = {} if policy is None else {"extra_args": {"eesd_policy": policy}}
     speculative = llm.llm_engine.vllm_config.speculative_config is not None
     if speculative:
+        llm.collective_rpc("eesd_use_policy", args=(policy or "beta_ts",))
         llm.collective_rpc("eesd_reset_stats")
-    counts = exact.count_outputs(llm, prompt, [SAMPLINGS[name] | extra for name in names], num_samples)
+    counts = exact.count_outputs(llm, prompt, [SAMPLINGS[name] for name in names], num_samples)
     stats = llm.collective_rpc("eesd_stats")[0] if speculative else None
     return exact.judge(counts, [distributions[name] for name in names]), stats
 
@@ -198,7 +198,7 @@ FAULTY = {
     "vllm_eesd.host.draft_sampling:DraftSampling.draw": 40,
     "vllm_eesd.host.draft_sampling:DraftSampling.begin_round": 30,
     "vllm_eesd.host.draft_rows:DraftRows.step": 50,
-    "vllm_eesd.policy:Dispatch.observe": 30,
+    "vllm_eesd.policy:DraftLengthPolicy.observe": 30,
 }
 
 
@@ -239,7 +239,7 @@ def test_faults_while_drafts_are_drawn_bias_nothing(llm, distributions, monkeypa
 @pytest.mark.feature("sampling, n-gram continuations", "the same distribution")
 @pytest.mark.parametrize("llm", DRAFT_SAMPLE_METHODS, indirect=True)
 @pytest.mark.parametrize("names", [OURS, tuple(SAMPLINGS)], ids=["ours", "vllm"])
-def test_copied_continuations(llm, distributions, everything_copied, names):
+def test_ngram_drafts(llm, distributions, every_ngram_taken, names):
     verdict, stats = verdict_on(llm, distributions, names, policy="goodput")
     assert verdict.p_value > SIGNIFICANCE, verdict
     assert NUM_SAMPLES // 15 < stats["copied_accepted"] < stats["copied"] - NUM_SAMPLES // 15, stats
@@ -247,7 +247,7 @@ def test_copied_continuations(llm, distributions, everything_copied, names):
 
 
 @pytest.mark.parametrize("llm", ["probabilistic"], indirect=True)
-def test_a_copy_taken_for_a_drawn_draft_is_caught(llm, distributions, everything_copied, monkeypatch, verified):
+def test_an_ngram_draft_taken_for_a_drawn_one_is_caught(llm, distributions, every_ngram_taken, monkeypatch, verified):
     monkeypatch.setattr(DraftSampling, "keep_certain", lambda *args: None)
     verdict, _ = verdict_on(llm, distributions, ["T=1"], NUM_SAMPLES_PLANTED, policy="goodput")
     assert verdict.p_value < SIGNIFICANCE, verdict

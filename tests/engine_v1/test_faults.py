@@ -22,21 +22,21 @@ MAX_TOKENS = 40
 fault = pytest.mark.fault
 #: Where a fault is planted: a function, and the numbers of its calls that raise. Draft steps run several to a round.
 PLACES = {
-    "vllm_eesd.host.v1:EarlyExitProposer._observe": (0, 9),
-    "vllm_eesd.host.v1:EarlyExitProposer._learn_costs": (1, 9),
-    "vllm_eesd.host.v1:EarlyExitProposer._report": (1, 9),
+    "vllm_eesd.host.v1:EarlyExitProposer._learn_outcome": (0, 9),
+    "vllm_eesd.round.outcome:Learner.learn_times": (1, 9),
+    "vllm_eesd.round.outcome:Learner.report": (1, 9),
     "vllm_eesd.host.running_requests:RunningRequests.admit": (0,),
     "vllm_eesd.host.running_requests:RunningRequests.draft_limits": (2, 3),
     "vllm_eesd.host.draft_rows:DraftRows.allocated_tokens": (2, 9),
     "vllm_eesd.host.draft_rows:DraftRows.round": (2, 9),
     "vllm_eesd.host.draft_rows:DraftRows.step": (3, 14),
     "vllm_eesd.host.exit_layer:ExitHead.forward": (5, 16),
-    "vllm_eesd.drafting:RequestSlots.assign": (0, 2),  # called when the batch changes
-    "vllm_eesd.policy:Dispatch.begin_round": (0, 7),
-    "vllm_eesd.policy:Dispatch.draft_more": (4, 15),
+    "vllm_eesd.round.slots:RequestSlots.assign": (0, 2),  # called when the batch changes
+    "vllm_eesd.round.draft:DraftRound.__init__": (0, 7),
+    "vllm_eesd.round.draft:DraftRound.tell": (4, 15),
     "vllm_eesd.policy:BetaPosterior.observe": (1, 7),
     "vllm_eesd.policy:CostModel.observe_verify": (0, 7),
-    "vllm_eesd.stats:DraftStats.count": (8, 30),
+    "vllm_eesd.round.counters:DraftStats.count": (8, 30),
 }
 
 
@@ -193,40 +193,26 @@ def test_one_of_several_ranks_ends_its_process(lines):
 @fault("hidden states are NaN or infinite", 1)
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("where", ["norm", "layer.input_layernorm"])
-def test_hidden_states_that_are_not_finite(served, prompts, expected, lines, where, value):
+def test_hidden_states_that_are_not_finite(served, greedy, prompts, expected, lines, where, value):
     """Drafts are worthless, under every policy; the posteriors, the calibration and the output are not touched."""
-    from vllm import SamplingParams
-
     llm, drafter, *_ = served
     weight = drafter._step._head[0].get_submodule(where).weight.data
     right = weight.clone()
     weight.fill_(value)
     llm.reset_prefix_cache()
-    params = [
-        SamplingParams(
-            temperature=0,
-            max_tokens=MAX_TOKENS,
-            ignore_eos=True,
-            detokenize=False,
-            extra_args={"eesd_policy": name},
-        )
-        for name in POLICIES
-    ]
-    inputs = list(itertools.islice(itertools.cycle(prompts), len(params)))
-    outputs = llm.generate([{"prompt_token_ids": p} for p in inputs], params, use_tqdm=False)
+    for name in POLICIES:
+        llm.collective_rpc("eesd_use_policy", args=(name,))
+        assert greedy(llm, prompts[:2], max_tokens=MAX_TOKENS) == expected[:2]
+        assert np.isfinite(drafter.policy.posterior.parameters(np.arange(4))).all()
+        json.dumps([drafter.policy.posterior.state(), drafter.policy.calibration.state()], allow_nan=False)
+    llm.collective_rpc("eesd_use_policy", args=("beta_ts",))
     weight.copy_(right)
     llm.reset_prefix_cache()  # blocks computed with the damaged weights
     # vLLM's CPU attention also multiplies what stands behind a sequence's end, by zero: NaN would stay NaN.
     drafter._step._head[0].layer.self_attn.attn.kv_cache.zero_()
-    assert [tuple(o.outputs[0].token_ids) for o in outputs] == [
-        e for e, _ in zip(itertools.cycle(expected), params, strict=False)
-    ]
     stats = stats_of(llm)
     assert stats["drafted_not_finite"] > 0 and stats["drafter_faults"] == 0
     assert len(lines) == 1 and "not finite" in lines[0]
-    for policy in drafter.policy._policies.values():
-        assert np.isfinite(policy.posterior.parameters(np.arange(4))).all()
-        json.dumps([policy.posterior.state(), policy.calibration.state()], allow_nan=False)
 
 
 def test_drafts_are_right_again_afterwards(served, greedy, prompts, expected):
@@ -239,8 +225,10 @@ def test_drafts_are_right_again_afterwards(served, greedy, prompts, expected):
 @fault("the clock jumps, back too, or says NaN", 1)
 def test_a_clock_that_jumps(served, greedy, prompts, expected, monkeypatch):
     from vllm_eesd.host import draft_rows, v1
+    from vllm_eesd.round import outcome
 
     llm, drafter, *_ = served
+    llm.collective_rpc("eesd_use_policy", args=("goodput",))
     generator = np.random.default_rng(1)
 
     class Clock:
@@ -248,22 +236,23 @@ def test_a_clock_that_jumps(served, greedy, prompts, expected, monkeypatch):
         def perf_counter():
             return float(generator.choice([0.0, -1e9, 1e9, 1.0, 1.001, float("nan"), float("inf")]))
 
-    for module in (v1, draft_rows):
+    for module in (v1, draft_rows, outcome):
         monkeypatch.setattr(module, "time", Clock)
-    assert greedy(llm, prompts, max_tokens=MAX_TOKENS, extra_args={"eesd_policy": "goodput"}) == expected
+    assert greedy(llm, prompts, max_tokens=MAX_TOKENS) == expected
     monkeypatch.undo()
     assert stats_of(llm)["drafter_faults"] == 0
     for num_reqs in (1, 6):
         curve = drafter.policy.costs.verify_curve(num_reqs, 30)
         assert np.isfinite(curve).all() and (np.diff(curve) >= 0).all() and curve[0] > 0
+    llm.collective_rpc("eesd_use_policy", args=("beta_ts",))
 
 
 @fault("the state file is damaged, then its directory gone", 2)
 def test_a_state_file_that_can_no_longer_be_written(served, greedy, prompts, expected, lines, monkeypatch):
-    from vllm_eesd.host import v1
+    from vllm_eesd.round import outcome
 
     llm, _, _, state_file = served
-    monkeypatch.setattr(v1, "REPORT_EVERY_S", 0.0)
+    monkeypatch.setattr(outcome, "REPORT_EVERY_S", 0.0)
     assert greedy(llm, prompts[:1], max_tokens=MAX_TOKENS) == expected[:1]
     assert json.loads(state_file.read_text())["format"] == "eesd-policy-state"  # the damaged one was replaced
     shutil.rmtree(state_file.parent)

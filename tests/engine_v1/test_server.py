@@ -132,7 +132,7 @@ def test_a_stop_string_ends_the_text_before_it(client, expected):
 
 
 @pytest.mark.parametrize(
-    "option", [{"eesd_policy": "../best"}, {"eesd_max_draft_tokens": 1e9}, {"eesd_depth": 1}], ids=lambda o: [*o][0]
+    "option", [{"eesd_policy": "fixed"}, {"eesd_max_draft_tokens": 1e9}, {"eesd_depth": 1}], ids=lambda o: [*o][0]
 )
 def test_a_wrong_option_is_the_clients_mistake(client, option):
     import openai
@@ -206,7 +206,7 @@ def test_eesd_counts_are_at_the_metrics_endpoint_and_top_shows_them(server, clie
         time.sleep(2.5)
         earlier, before = before, parse(fetch(url), 0.0)
     # A fixed length: whether drafting pays at this moment on this machine is not the question here.
-    options = {"ignore_eos": True, "vllm_xargs": {"eesd_policy": "fixed", "eesd_max_draft_tokens": 8}}
+    options = {"ignore_eos": True, "vllm_xargs": {"eesd_max_draft_tokens": 8}}
     complete(client, PROMPTS[1], max_tokens=200, extra_body=options)
     deadline = time.monotonic() + 60
     while (after := parse(fetch(url), 10.0)).values["emitted"] - before.values["emitted"] < 199:

@@ -31,15 +31,21 @@ def expected(eight_token_target):
     return [exact.joint_distribution(logits, PROMPT, sampling) for sampling in (SAMPLING, *OTHERS)]
 
 
-def sample(engine, target, head, expected, num_samples, requests, **spec):
+def sample(engine, target, head, expected, num_samples, requests, policies=(), **spec):
     """Return the verdict on an engine's outputs, and its counters.
 
     Args:
         expected: the distribution of all `requests` but the last ones, then theirs, one by one.
+        policies: take turns, each with its share of the samples; the engine's own where there are none.
     """
     spec |= {"method": "eesd", "model": head, "num_speculative_tokens": 3}
     with engine(target, spec, **OPTIONS) as llm:
-        counts = exact.count_outputs(llm, PROMPT, requests, num_samples)
+        runs = []
+        for run, name in enumerate(policies or (None,)):
+            if name is not None:
+                llm.collective_rpc("eesd_use_policy", args=(name,))
+            runs.append(exact.count_outputs(llm, PROMPT, requests, num_samples // max(len(policies), 1), run))
+        counts = [sum(parts) for parts in zip(*runs, strict=True)]
         (stats,) = llm.collective_rpc("eesd_stats")
     alike = len(requests) - len(expected) + 1
     return exact.judge([sum(counts[:alike]), *counts[alike:]], expected), stats
@@ -53,8 +59,10 @@ def test_sampled_output_has_the_targets_distribution(
     calls = force_kernels(monkeypatch) if ends_in == "kernels" else None
     head = cloned_head(eight_token_target, 1, 1, (0, 2, 3, 4, 6, 7))  # the last layer is left out: good, not perfect
     policy = {"policy": "confidence", "policy_args": {"threshold": 0.4}, "draft_sample_method": "probabilistic"}
-    requests = [SAMPLING | {"extra_args": {"eesd_policy": name}} for name in POLICIES] + OTHERS
-    verdict, stats = sample(engine, eight_token_target, head, expected, NUM_SAMPLES, requests, **policy)
+    requests = [SAMPLING] * 7 + OTHERS
+    verdict, stats = sample(
+        engine, eight_token_target, head, expected, NUM_SAMPLES, requests, policies=POLICIES, **policy
+    )
     assert verdict.p_value > SIGNIFICANCE, verdict
     assert 0.2 < stats["accepted"] / stats["drafted"] < 0.95
     assert stats["draft_length_histogram"][1] and stats["draft_length_histogram"][2]

@@ -28,7 +28,7 @@ PLACES = {
     "the beginning": [("vllm_eesd.host.v2_rounds:Rounds.begin", (0, 3), True)],
     "learning and lengths": [
         ("vllm_eesd.host.v2_rounds:Rounds._observe", (0,), False),
-        ("vllm_eesd.policy:Dispatch.draft_more", (5,), False),
+        ("vllm_eesd.round.draft:DraftRound.tell", (5,), False),
     ],
     "draft steps": [
         ("vllm_eesd.host.v2_draft_steps:DraftSteps._prepare", (1,), True),

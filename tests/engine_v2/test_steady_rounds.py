@@ -135,8 +135,9 @@ def watched(llm, greedy, monkeypatch):
 
     def run(policy):
         greedy(llm, prompts[:1], max_tokens=3)  # what is made once is made
+        llm.collective_rpc("eesd_use_policy", args=(policy,))
         with pytest.MonkeyPatch.context() as patch, watching(patch) as watch:
-            greedy(llm, prompts, max_tokens=12, extra_args={"eesd_policy": policy})
+            greedy(llm, prompts, max_tokens=12)
         assert watch.clock["rounds"] > 6 and watch.clock["draft steps"] > 6
         return watch
 

@@ -12,7 +12,7 @@ from vllm_eesd.policy.calibration import EDGES, FILE_NAME, NUM_BINS, REFRESH_ROU
 TOLERANCE = 0.06
 
 
-def taught(true_acceptance, rounds=4000, num_drafted=4, seed=0, shares=None):
+def taught(true_acceptance, rounds=4000, num_drafted=4, seed=0, updates_shared_prior=None):
     """A calibration that saw drafts whose token j with confidence c is accepted with `true_acceptance(c, j)`."""
     generator, calibration = np.random.default_rng(seed), Calibration()
     for _ in range(rounds):
@@ -20,7 +20,7 @@ def taught(true_acceptance, rounds=4000, num_drafted=4, seed=0, shares=None):
         confidences[0, :num_drafted] = generator.random(num_drafted)
         chance = true_acceptance(confidences[0, :num_drafted], np.arange(num_drafted))
         accepted = np.cumprod(generator.random(num_drafted) < chance).sum()
-        calibration.observe(confidences, np.array([num_drafted]), np.array([accepted]), shares)
+        calibration.observe(confidences, np.array([num_drafted]), np.array([accepted]), updates_shared_prior)
     return calibration
 
 
@@ -59,7 +59,7 @@ def test_tokens_behind_a_rejection_do_not_count():
 
 
 def test_requests_that_do_not_share_teach_nothing():
-    calibration = taught(lambda c, j: 0 * c, rounds=200, shares=np.array([False]))
+    calibration = taught(lambda c, j: 0 * c, rounds=200, updates_shared_prior=np.array([False]))
     assert at(calibration, 0.5) == at(Calibration(), 0.5)
 
 

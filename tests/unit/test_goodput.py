@@ -2,11 +2,12 @@
 
 import numpy as np
 import pytest
+from outcomes import outcome
 
 from vllm_eesd.config import MAX_SPECULATIVE_TOKENS
 from vllm_eesd.policy import BetaPosterior, CostModel, build_policy
 from vllm_eesd.policy.calibration import EXPONENT_RANGE
-from vllm_eesd.policy.goodput import LONGEST_REST, QUIET_ROUNDS
+from vllm_eesd.policy.goodput import MOST_IDLE_ROUNDS, QUIET_ROUNDS
 from vllm_eesd.policy.guard import LEAST_ALLOWANCE, PATIENCE, Guard
 from vllm_eesd.simulate.peers import FixedLength
 from vllm_eesd.simulate.replay import PolicyDrafter, replay
@@ -72,7 +73,7 @@ def test_whatever_it_believes_the_guard_bounds_the_loss(draft_ratio, batch):
     num_requests, num_tokens = 4 * batch, 200
     trace = synthetic_trace((1e-6,), 0.6, num_requests=num_requests, num_tokens=num_tokens)
     policy = build_policy("goodput", BetaPosterior(batch, 6.7, 3.3), 0, {})
-    policy._worthwhile = lambda slots, num_drafted: np.ones(len(slots), dtype=bool)
+    policy._rows_to_extend = lambda slots, num_drafted: np.ones(len(slots), dtype=bool)
     world = World(draft_scale=draft_ratio / DRAFT_STEP_RATIO)
     full_round = world.verify_ms(batch, 8 * batch) + world.draft_round_ms(batch) + 8 * world.draft_step_ms(batch)
     loss = 1 / replay(trace, PolicyDrafter(policy), world, batch).goodput_vs_plain - 1
@@ -115,46 +116,46 @@ def test_requests_behind_others_that_gained_nothing_may_lose_less():
 
 
 def idle(policy, slots, num_rounds, plain_ms=10.0):
-    """Rounds of plain decoding, each looked at, and each look taking a tenth of it."""
+    """Rounds of plain decoding, each with a draft decision that takes a tenth of it."""
     none = np.zeros(len(slots), dtype=np.int64)
     for _ in range(num_rounds):
-        policy.begin_round(slots, np.full(len(slots), 8))
+        policy.begin(slots, np.full(len(slots), 8))
         policy.costs.observe_verify(len(slots), len(slots), plain_ms)
-        policy.costs.observe_look(len(slots), plain_ms / 10)
-        policy.observe(slots, none, none)
+        policy.costs.observe_decision(len(slots), plain_ms / 10)
+        policy.observe(outcome(slots, none, none))
 
 
-def test_it_rests_once_looking_costs_more_than_the_budget():
+def test_it_backs_off_once_deciding_costs_more_than_the_budget():
     policy, slots = build_policy("goodput", BetaPosterior(2, 6.7, 3.3), 0, {}), np.arange(2)
     policy.reset(slots)
     idle(policy, slots, QUIET_ROUNDS - 1)
-    assert policy.rest(slots) == 0  # a request is watched for a while
+    assert policy.idle_rounds(slots) == 0  # a request is watched for a while
     idle(policy, slots, 1)
-    assert policy.rest(slots) == LONGEST_REST  # a look is ten times the budget
+    assert policy.idle_rounds(slots) == MOST_IDLE_ROUNDS  # a decision is ten times the budget
     for _ in range(50):
-        policy.costs.observe_look(2, 0.025 * 10)
-    assert policy.rest(slots) == 2
+        policy.costs.observe_decision(2, 0.025 * 10)
+    assert policy.idle_rounds(slots) == 2
     for _ in range(50):
-        policy.costs.observe_look(2, 0.009 * 10)
-    assert policy.rest(slots) == 0  # where the target is larger, there is always time to look
-    policy.costs.observe_look(2, 10.0)
-    policy.observe(slots, np.array([1, 0]), np.array([0, 0]))
-    assert policy.rest(slots) == 0  # somebody drafted
+        policy.costs.observe_decision(2, 0.009 * 10)
+    assert policy.idle_rounds(slots) == 0  # where the target is larger, there is always time to decide
+    policy.costs.observe_decision(2, 10.0)
+    policy.observe(outcome(slots, np.array([1, 0]), np.array([0, 0])))
+    assert policy.idle_rounds(slots) == 0  # a request drafted
 
 
-def test_rounds_rested_through_count_as_rounds():
-    watched, rested = (build_policy("goodput", BetaPosterior(3, 6.7, 3.3), 0, {}) for _ in range(2))
+def test_skipped_rounds_count_as_rounds():
+    watched, skipped = (build_policy("goodput", BetaPosterior(3, 6.7, 3.3), 0, {}) for _ in range(2))
     slots = np.array([0, 2])
-    for policy in (watched, rested):
+    for policy in (watched, skipped):
         policy.reset(slots)
-        policy.observe(slots, np.array([4, 2]), np.array([3, 2]))
+        policy.observe(outcome(slots, np.array([4, 2]), np.array([3, 2])))
     idle(watched, slots, 5)
     for _ in range(5):
-        rested.costs.observe_verify(2, 2, 10.0)
-    rested.rested(slots, 5)
-    np.testing.assert_allclose(rested.posterior.parameters(slots), watched.posterior.parameters(slots))
-    assert rested.guard.credit == pytest.approx(watched.guard.credit)
-    assert rested.speedup == pytest.approx(watched.speedup)
+        skipped.costs.observe_verify(2, 2, 10.0)
+    skipped.skipped(slots, 5)
+    np.testing.assert_allclose(skipped.posterior.parameters(slots), watched.posterior.parameters(slots))
+    assert skipped.guard.credit == pytest.approx(watched.guard.credit)
+    assert skipped.speedup == pytest.approx(watched.speedup)
 
 
 def test_the_tests_above_would_see_a_policy_without_a_guard():
@@ -207,9 +208,9 @@ def test_a_staircase_is_used_to_its_edge():
         costs.observe_draft_round(1, 1e-4)
     policy = build_policy("goodput", BetaPosterior(1, 60, 40), 0, {}, costs)
     policy.reset(np.array([0]))
-    policy.begin_round(np.array([0]), np.array([8]))
+    policy.begin(np.array([0]), np.array([8]))
     drafted = 0
-    while policy.draft_more(np.array([0]), drafted, None if not drafted else np.array([0.6], np.float32))[0]:
+    while policy.more(np.array([0]), drafted, None if not drafted else np.array([0.6], np.float32))[0]:
         drafted += 1
     assert drafted == 3
 
@@ -219,9 +220,9 @@ def test_a_row_that_may_not_draft_never_does():
     slots, limits = np.arange(3), np.array([0, 2, 8])
     policy.reset(slots)
     for _ in range(200):
-        policy.begin_round(slots, limits)
-        assert not policy.draft_more(slots, 0, None)[0]
-        policy.observe(slots, np.array([0, 1, 1]), np.array([0, 1, 1]))
+        policy.begin(slots, limits)
+        assert not policy.more(slots, 0, None)[0]
+        policy.observe(outcome(slots, np.array([0, 1, 1]), np.array([0, 1, 1])))
 
 
 @pytest.mark.filterwarnings("error")
@@ -231,9 +232,9 @@ def test_the_longest_drafts_of_a_hopeless_request_are_numbers():
     slots, limits = np.array([0]), np.array([MAX_SPECULATIVE_TOKENS])
     policy.reset(slots)
     policy.calibration.exponents = np.full(MAX_SPECULATIVE_TOKENS, EXPONENT_RANGE[1]).cumsum()
-    policy.begin_round(slots, limits)
+    policy.begin(slots, limits)
     for k in range(MAX_SPECULATIVE_TOKENS):
-        policy.draft_more(slots, k, None if k == 0 else np.array([1.0], dtype=np.float32))
+        policy.more(slots, k, None if k == 0 else np.array([1.0], dtype=np.float32))
     assert np.isfinite(policy._survival[0]) and (policy._chain[0] > 0).all()
 
 
@@ -266,7 +267,7 @@ def test_no_fixed_length_is_right_everywhere():
     assert best[easy.workload] >= 4 and best[hard.workload] == 0
 
 
-def copying_policy(draft_ms=0.5, verify_ms=0.1, num_reqs=2, **policy_args):
+def ngram_policy(draft_ms=0.5, verify_ms=0.1, num_reqs=2, **policy_args):
     """A goodput policy with known costs: plain steps take 4 ms, each token verified and each draft step so much."""
     costs = CostModel()
     costs.restore(
@@ -281,43 +282,43 @@ def copying_policy(draft_ms=0.5, verify_ms=0.1, num_reqs=2, **policy_args):
     return policy
 
 
-def copied(policy, rates, limits=(8, 8)):
-    """What is copied of continuations whose tokens are accepted with these rates, in one round."""
+def taken(policy, rates, limits=(8, 8)):
+    """What is taken of n-gram drafts whose tokens are accepted with these rates, in one round."""
     slots = np.arange(len(rates))
-    policy.begin_round(slots, np.array(limits))
-    return policy.copy(slots, np.array(rates)[:, None] ** np.arange(9), np.array(limits)).tolist()
+    policy.begin(slots, np.array(limits))
+    return policy.take_ngrams(slots, np.array(rates)[:, None] ** np.arange(9), np.array(limits)).tolist()
 
 
-def test_it_copies_what_is_worth_more_than_drafting():
-    assert copied(copying_policy(), [0.98, 0.98]) == [8, 8]
-    assert copied(copying_policy(), [0.98, 0.01]) == [8, 0]  # the other one drafts
-    assert copied(copying_policy(), [0.98, 0.98], limits=(3, 0)) == [3, 0]
-    dear = copied(copying_policy(verify_ms=1.5), [0.98, 0.7])
+def test_it_takes_ngram_drafts_that_are_worth_more_than_drafting():
+    assert taken(ngram_policy(), [0.98, 0.98]) == [8, 8]
+    assert taken(ngram_policy(), [0.98, 0.01]) == [8, 0]  # the other one drafts
+    assert taken(ngram_policy(), [0.98, 0.98], limits=(3, 0)) == [3, 0]
+    dear = taken(ngram_policy(verify_ms=1.5), [0.98, 0.7])
     assert dear[1] < dear[0] <= 8 and dear[1] < 3
-    assert copied(copying_policy(verify_ms=9.0), [0.9, 0.9]) == [0, 0]  # not even that pays
-    assert copied(copying_policy(ngram=False), [0.98, 0.98]) == [0, 0]
+    assert taken(ngram_policy(verify_ms=9.0), [0.9, 0.9]) == [0, 0]  # not even that pays
+    assert taken(ngram_policy(ngram=False), [0.98, 0.98]) == [0, 0]
 
 
-def test_a_poor_continuation_is_copied_only_where_drafting_costs_too_much():
-    assert copied(copying_policy(draft_ms=0.1), [0.3, 0.3]) == [0, 0]
-    assert min(copied(copying_policy(draft_ms=5.0), [0.3, 0.3])) > 0
+def test_a_poor_ngram_draft_is_taken_only_where_drafting_costs_too_much():
+    assert taken(ngram_policy(draft_ms=0.1), [0.3, 0.3]) == [0, 0]
+    assert min(taken(ngram_policy(draft_ms=5.0), [0.3, 0.3])) > 0
 
 
-def test_what_was_copied_teaches_nothing_about_the_exit_head():
-    policy, untouched, slots = copying_policy(), copying_policy(), np.arange(2)
+def test_ngram_drafts_teach_nothing_about_the_exit_head():
+    policy, untouched, slots = ngram_policy(), ngram_policy(), np.arange(2)
     for _ in range(30):
-        if copied(policy, [0.98, 0.98]) == [0, 0]:  # the plain round among so many
+        if taken(policy, [0.98, 0.98]) == [0, 0]:  # the plain round among so many
             continue
-        policy.observe(slots, np.array([8, 8]), np.array([0, 1]))
+        policy.observe(outcome(slots, [8, 8], [0, 1], from_ngrams=[True, True]))
         policy.guard.credit = 10.0
     np.testing.assert_array_equal(policy.posterior.parameters(slots), untouched.posterior.parameters(slots))
     assert policy.calibration.state() == untouched.calibration.state()
 
 
-def test_copying_at_a_loss_empties_the_account():
-    policy, slots, rounds = copying_policy(verify_ms=0.4), np.arange(2), 0
-    while any(copied(policy, [0.98, 0.98])):
-        policy.observe(slots, np.array([8, 8]), np.array([0, 0]))
+def test_ngram_drafts_at_a_loss_empty_the_account():
+    policy, slots, rounds = ngram_policy(verify_ms=0.4), np.arange(2), 0
+    while any(taken(policy, [0.98, 0.98])):
+        policy.observe(outcome(slots, [8, 8], [0, 0], from_ngrams=[True, True]))
         rounds += 1
         assert rounds < 20
     assert rounds > 0
@@ -326,16 +327,17 @@ def test_copying_at_a_loss_empties_the_account():
 @pytest.mark.parametrize("value", ["yes", 1, None])
 def test_a_wrong_ngram_setting_is_refused(value):
     with pytest.raises(ValueError, match="policy_args.ngram=.* true or false"):
-        copying_policy(ngram=value)
+        ngram_policy(ngram=value)
 
 
-def test_what_copying_gains_does_not_make_probes_eager():
-    """Copies that always pay, a head that never does: probes stay as rare as the budget allows."""
-    policy, slots, probes = copying_policy(draft_ms=8.0), np.arange(2), 0
+def test_what_ngram_drafts_gain_does_not_make_exploration_eager():
+    """N-gram drafts that always pay, a head that never does: exploratory drafts stay as rare as the budget allows."""
+    policy, slots, explored = ngram_policy(draft_ms=8.0), np.arange(2), 0
     for _ in range(400):
-        rows = np.flatnonzero(np.array(copied(policy, [0.98, 0.0])) == 0)
+        ngrams = np.array(taken(policy, [0.98, 0.0]))
+        rows = np.flatnonzero(ngrams == 0)
         drafted = np.zeros(2, dtype=np.int64)
-        drafted[rows] = policy.draft_more(slots[rows], 0, None)
-        probes += int(drafted.any())
-        policy.observe(slots, policy.copied[slots] + drafted, policy.copied[slots])
-    assert 0 < probes <= 12
+        drafted[rows] = policy.more(slots[rows], 0, None)
+        explored += int(drafted.any())
+        policy.observe(outcome(slots, ngrams + drafted, ngrams, from_ngrams=ngrams > 0))
+    assert 0 < explored <= 12

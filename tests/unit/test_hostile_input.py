@@ -112,7 +112,7 @@ def test_speculative_config(refused_or_fine, spec):
         assert np.isfinite(policy.posterior.parameters(np.arange(2))).all()
 
 
-OPTIONS = {"eesd_enabled": True, "eesd_max_draft_tokens": 3, "eesd_policy": "fixed", "other": 1}
+OPTIONS = {"eesd_enabled": True, "eesd_max_draft_tokens": 3, "other": 1}
 
 
 @FUZZ

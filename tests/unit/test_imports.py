@@ -9,19 +9,16 @@ import pytest
 REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE = "vllm_eesd"
 
-CORE = {"config", "policy", "stats", "trace", "round_trace", "drafting", "exit_head", "verify", "kernels"}
-CORE |= {"request_options", "continuations"}
+CORE = {"config", "policy", "round", "trace", "round_trace", "exit_head", "verify", "kernels", "request_options"}
 # Part -> parts of this package that it may import, besides itself and the bare package (its version).
 ALLOWED_PARTS = {
     "__init__": {"config"},
     "config": set(),
     "kernels": set(),
     "policy": {"config"},
-    "stats": {"config"},
     "trace": {"config", "policy"},
     "round_trace": {"config", "policy"},
-    "continuations": set(),
-    "drafting": CORE,
+    "round": {"config", "policy"},
     "request_options": {"config", "policy"},
     "exit_head": CORE,
     "verify": CORE,
@@ -107,10 +104,10 @@ def test_every_part_has_a_rule():
         ("vllm_eesd.kernels.rejection", "from vllm_eesd.config import EESDConfig"),
         ("vllm_eesd.config", "from vllm_eesd import policy"),
         ("vllm_eesd.config", "from vllm_eesd.policy.fixed import Fixed"),
-        ("vllm_eesd.policy.beta_ts", "import vllm_eesd.drafting"),
-        ("vllm_eesd.policy.beta_ts", "from ..drafting import draft_round"),
-        ("vllm_eesd.drafting", "def late():\n    from vllm_eesd.host import compat"),
-        ("vllm_eesd.drafting", "from vllm import LLM"),
+        ("vllm_eesd.policy.beta_ts", "import vllm_eesd.round.draft"),
+        ("vllm_eesd.policy.beta_ts", "from ..round.draft import DraftRound"),
+        ("vllm_eesd.round.draft", "def late():\n    from vllm_eesd.host import compat"),
+        ("vllm_eesd.round.draft", "from vllm import LLM"),
         ("vllm_eesd.exit_head.checkpoint", "import transformers"),
         ("vllm_eesd.bench.latency", "from vllm_eesd.host.v1 import EarlyExitProposer"),
         ("vllm_eesd.bench.latency", "from vllm.v1.worker.gpu_model_runner import GPUModelRunner"),
@@ -130,7 +127,7 @@ def test_a_planted_import_is_found(module, source):
         ("vllm_eesd.policy.beta_ts", "from vllm_eesd.config import EESDConfig\nfrom . import posterior"),
         (
             "vllm_eesd.host.v1",
-            "from vllm.v1.worker import gpu_model_runner\nfrom vllm_eesd.drafting import draft_round",
+            "from vllm.v1.worker import gpu_model_runner\nfrom vllm_eesd.round.draft import draft_tokens",
         ),
         (
             "vllm_eesd.bench.latency",

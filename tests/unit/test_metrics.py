@@ -27,7 +27,7 @@ def until(condition):
 def published(monkeypatch):
     """(directory, stats, breaker) of a worker that publishes, read by this process' registry."""
     from vllm_eesd.host.circuit_breaker import CircuitBreaker
-    from vllm_eesd.stats import DraftStats
+    from vllm_eesd.round.counters import DraftStats
 
     monkeypatch.setattr(metrics, "PUBLISH_EVERY_S", 0.02)
     directory, stats = metrics.make_metrics_directory(), DraftStats(3)

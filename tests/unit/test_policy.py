@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from outcomes import outcome
 
 from vllm_eesd.policy import BetaPosterior, build_policy
 from vllm_eesd.policy.posterior import MAX_PRIOR_KEYS
@@ -31,12 +32,12 @@ def test_an_improper_prior_is_refused(prior):
 
 def test_fixed_never_stops():
     policy = build_policy("fixed", BetaPosterior(4), 0, {})
-    assert all(policy.draft_more(SLOTS, n, None).all() for n in range(32))
+    assert all(policy.more(SLOTS, n, None).all() for n in range(32))
 
 
 def test_beta_ts_always_drafts_the_first_token():
     policy = build_policy("beta_ts", BetaPosterior(4, 1e-3, 1e3), 0, {})
-    assert all(policy.draft_more(SLOTS, 0, None).all() for _ in range(100))
+    assert all(policy.more(SLOTS, 0, None).all() for _ in range(100))
 
 
 @pytest.mark.parametrize(("alpha", "beta"), [(1, 1), (8, 2), (2, 8), (90, 10)])
@@ -44,7 +45,7 @@ def test_beta_ts_goes_on_as_often_as_the_posterior_mean(alpha, beta):
     """theta ~ Beta, chi ~ Bernoulli(theta): over many rounds chi = 1 with the posterior's mean."""
     slots = np.zeros(200_000, dtype=np.int64)
     policy = build_policy("beta_ts", BetaPosterior(1, alpha, beta), 7, {})
-    share = policy.draft_more(slots, 1, None).mean()
+    share = policy.more(slots, 1, None).mean()
     mean = alpha / (alpha + beta)
     # Five standard errors of a Bernoulli share: a wrong formula misses by far more.
     assert share == pytest.approx(mean, abs=5 * np.sqrt(mean * (1 - mean) / len(slots)))
@@ -54,7 +55,7 @@ def test_the_same_seed_decides_the_same():
     answers = []
     for _ in range(2):
         policy = build_policy("beta_ts", BetaPosterior(4), 11, {})
-        answers.append([policy.draft_more(SLOTS, 1, None).tolist() for _ in range(50)])
+        answers.append([policy.more(SLOTS, 1, None).tolist() for _ in range(50)])
     assert answers[0] == answers[1]
 
 
@@ -73,7 +74,7 @@ def test_metrics_say_what_is_believed_and_change_nothing():
     def make():
         policy = build_policy("beta_ts", BetaPosterior(4, 2.0, 2.0), 0, {})
         slots = np.arange(2)
-        policy.observe(slots, np.array([8, 8]), np.array([8, 8]))
+        policy.observe(outcome(slots, [8, 8], [8, 8]))
         return policy, slots
 
     policy, slots = make()
@@ -84,7 +85,7 @@ def test_metrics_say_what_is_believed_and_change_nothing():
     assert 0 <= metrics["calibration_error"] <= 1 and metrics["costs"] == policy.costs.state()
     assert policy.metrics(slots[:0])["posterior_mean"] is None
     untouched, _ = make()
-    drafting = [p.draft_more(slots, 1, None).tolist() for p in (policy, untouched) for _ in range(20)]
+    drafting = [p.more(slots, 1, None).tolist() for p in (policy, untouched) for _ in range(20)]
     assert drafting[:20] == drafting[20:]
 
 
@@ -125,8 +126,8 @@ def test_counts_fade_with_and_without_drafts():
 def test_thresholds_stop_behind_an_unsure_token_and_never_before_one(name):
     policy = build_policy(name, BetaPosterior(4), 0, {})
     policy.reset(SLOTS)
-    assert policy.draft_more(SLOTS, 0, None).all()
-    answers = policy.draft_more(SLOTS, 1, np.array([0.01, 0.3, 0.9, 0.999], dtype=np.float32))
+    assert policy.more(SLOTS, 0, None).all()
+    answers = policy.more(SLOTS, 1, np.array([0.01, 0.3, 0.9, 0.999], dtype=np.float32))
     assert answers.tolist() == [False, False, True, True]
 
 
@@ -135,7 +136,7 @@ def test_adapting_thresholds_rise_after_rejections_and_fall_after_acceptances(na
     policy = build_policy(name, BetaPosterior(4), 0, {})
     policy.reset(SLOTS)
     for _ in range(10):
-        policy.observe(SLOTS[:3], np.array([4, 4, 0]), np.array([0, 4, 0]))
+        policy.observe(outcome(SLOTS[:3], [4, 4, 0], [0, 4, 0]))
     start = policy.initial_threshold
     assert policy.threshold[0] == pytest.approx(start + 10 * 0.001)
     assert policy.threshold[1] == pytest.approx(start - 10 * 0.001)
@@ -145,7 +146,7 @@ def test_adapting_thresholds_rise_after_rejections_and_fall_after_acceptances(na
 def test_calibrated_ts_goes_on_as_often_as_the_calibrated_confidence():
     policy = build_policy("calibrated_ts", BetaPosterior(1, 3, 3), 7, {})
     slots = np.zeros(100_000, dtype=np.int64)
-    share = policy.draft_more(slots, 1, np.full(len(slots), 0.75, dtype=np.float32)).mean()
+    share = policy.more(slots, 1, np.full(len(slots), 0.75, dtype=np.float32)).mean()
     # Five standard errors; an empty calibration believes a confidence, here the centre of its bin.
     assert share == pytest.approx(0.75, abs=5 * np.sqrt(0.75 * 0.25 / len(slots)))
 

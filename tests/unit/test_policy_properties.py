@@ -4,9 +4,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from outcomes import outcome
 
-from vllm_eesd.drafting import RequestSlots, draft_round
-from vllm_eesd.policy import POLICIES, BetaPosterior, Dispatch, build_policy, plan, posterior
+from vllm_eesd.policy import POLICIES, BetaPosterior, build_policy, expected_gain, posterior
+from vllm_eesd.round.draft import DraftRound, draft_tokens
+from vllm_eesd.round.slots import RequestSlots
 
 NUM_SLOTS, LONGEST = 5, 8
 # Examples are seeded by the test's own name: the same ones every time, on every machine.
@@ -41,11 +43,13 @@ def play(policy, script, seed, known=True):
     drafts, slots, lengths = RandomDrafts(seed, known), np.arange(NUM_SLOTS), []
     policy.reset(slots)
     for row in script:
-        limits, cut, matches, shares = (np.array(column) for column in zip(*row, strict=True))
-        drafted = np.array([len(d) for d in draft_round(drafts, policy, slots, np.zeros(NUM_SLOTS, int), limits)])
+        limits, cut, matches, shared = (np.array(column) for column in zip(*row, strict=True))
+        round_ = DraftRound(policy, slots, limits)
+        drafted = np.array([len(draft) for draft in draft_tokens(round_, drafts, np.zeros(NUM_SLOTS, int))])
         verified = np.maximum(drafted - cut, 0)
         policy.costs.observe_verify(NUM_SLOTS, NUM_SLOTS + int(verified.sum()), 1.0 + 0.01 * verified.sum())
-        policy.observe(slots, verified, np.minimum(matches, verified), shares)
+        accepted = np.minimum(matches, verified)
+        policy.observe(outcome(slots, verified, accepted, round_.confidences, updates_shared_prior=shared))
         lengths.append(drafted)
         assert (drafted >= 0).all() and (drafted <= limits).all()
         assert_proper(policy.posterior)
@@ -72,7 +76,7 @@ def test_the_same_seed_decides_the_same(name, script, seed):
     assert [lengths.tolist() for lengths in first] == [lengths.tolist() for lengths in second]
 
 
-#: Arrays over slots that are working memory of the round at hand: `begin_round` sets them before anyone reads them.
+#: Arrays over slots that are working memory of the round at hand: `begin` sets them before they are read.
 OF_THE_ROUND = {"_limits", "_survival", "_own_odds", "_chain"}
 
 
@@ -95,7 +99,7 @@ def test_a_reused_slot_remembers_nothing_of_its_last_request(name, script, seed)
     policy.reset(np.array([2]))
     fresh.reset(np.array([2]))
     ours, theirs = per_slot_state(policy), per_slot_state(fresh)
-    assert "confidences" in ours and "posterior._counts" in ours
+    assert "posterior._counts" in ours
     for key, value in ours.items():
         axis = value.shape.index(NUM_SLOTS)
         np.testing.assert_array_equal(value.take(2, axis), theirs[key].take(2, axis), err_msg=key)
@@ -114,27 +118,6 @@ def test_requests_that_do_not_share_leave_no_trace(script, seed):
 
 
 @SETTINGS
-@given(script=rounds, seed=confidence_seeds, names=st.lists(st.sampled_from([None, *POLICIES]), min_size=5, max_size=5))
-def test_a_policy_per_request(script, seed, names):
-    policy = Dispatch("goodput", lambda name: build_policy(name, BetaPosterior(NUM_SLOTS), 0, {}))
-    policy.choose(np.arange(NUM_SLOTS), names)
-    for lengths, row in zip(play(policy, script, seed), script, strict=True):
-        for name, length, (limit, *_) in zip(names, lengths, row, strict=True):
-            if name == "fixed":
-                assert length == limit
-            if name == "beta_ts":
-                assert length >= min(limit, 1)
-
-
-def test_a_policy_that_does_not_exist_is_refused_for_its_request_only():
-    policy = Dispatch("fixed", lambda name: build_policy(name, BetaPosterior(2), 0, {}))
-    with pytest.raises(ValueError, match="policy='best' is not valid"):
-        policy.choose(np.array([1]), ["best"])
-    policy.choose(np.array([0, 1]), ["beta_ts", None])
-    assert policy._choice.tolist() == [1, 0]
-
-
-@SETTINGS
 @given(steps=st.lists(st.sets(st.integers(0, 12), max_size=4), max_size=60))
 def test_slots_are_distinct_and_kept(steps):
     slots, kept = RequestSlots(4), {}
@@ -149,9 +132,9 @@ def test_slots_are_distinct_and_kept(steps):
 
 def test_nothing_is_compiled_while_requests_wait():
     """Compiled functions are compiled when a policy is built, for the arguments that rounds bring."""
-    build = lambda name: build_policy(name, BetaPosterior(NUM_SLOTS), 0, {})  # noqa: E731
-    policy = Dispatch("goodput", build)
-    compiled = (plan.begin, plan.survive, plan.worthwhile, plan.worth_copying, plan.round_cost, posterior._count)
+    policy = build_policy("goodput", BetaPosterior(NUM_SLOTS), 0, {})
+    gain = expected_gain
+    compiled = (gain.begin, gain.survive, gain.rows_to_extend, gain.ngrams_to_take, gain.round_cost, posterior._count)
     before = [len(function.signatures) for function in compiled]
     play(policy, [[(LONGEST, 0, LONGEST, True)] * NUM_SLOTS] * 5, seed=0)
     assert all(before) and [len(function.signatures) for function in compiled] == before

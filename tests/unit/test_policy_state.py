@@ -5,6 +5,7 @@ import logging
 
 import numpy as np
 import pytest
+from outcomes import outcome
 
 from vllm_eesd.policy import BetaPosterior, build_policy
 
@@ -15,8 +16,7 @@ def learned(path, name="goodput", key=""):
     policy = build_policy(name, BetaPosterior(1, 2, 2), 0, {"state_file": str(path), "prior_key": "lora"})
     policy.reset(ONE, [key])
     for _ in range(200):
-        policy.remember(ONE, 1, np.array([0.9], dtype=np.float32))
-        policy.observe(ONE, np.array([1]), np.array([0]))
+        policy.observe(outcome(ONE, [1], [0], confidences=[[0.9]]))
     return policy
 
 

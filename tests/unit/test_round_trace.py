@@ -7,23 +7,24 @@ import time
 
 import numpy as np
 import pytest
+from outcomes import outcome
 
 from vllm_eesd import round_trace
-from vllm_eesd.policy import BetaPosterior, CostModel, Dispatch, build_policy
-from vllm_eesd.round_trace import Judged, Outcome, RoundTrace, check_trace_file, read_rounds
+from vllm_eesd.policy import BetaPosterior, CostModel, build_policy
+from vllm_eesd.round_trace import Drafts, Judged, RoundTrace, Verdict, check_trace_file, read_rounds
 
 SLOTS = np.array([2, 0])
+#: Of those two slots, and of the first alone.
+CONFIDENCES = np.array([[0.91, 0.5, 0.25], [0.8, np.nan, np.nan]], dtype=np.float32)
+DRAFTS = Drafts(SLOTS, CONFIDENCES, np.zeros(2, dtype=bool))
+FIRST = Drafts(SLOTS[:1], CONFIDENCES[:1], np.zeros(1, dtype=bool))
 
 
 @pytest.fixture
 def policy():
-    """Two requests; slot 2 uses the default policy, slot 0 another one, with a posterior of its own."""
-    costs = CostModel()
-    made = Dispatch("goodput", lambda name: build_policy(name, BetaPosterior(4, 3.0, 1.0), 0, {}, costs))
-    made.choose(SLOTS, [None, "fixed"])
+    """Of four requests at most."""
+    made = build_policy("fixed", BetaPosterior(4, 3.0, 1.0), 0, {}, CostModel())
     made.reset(SLOTS)
-    for rows in made._split(SLOTS):
-        rows[0].confidences[SLOTS, :3] = np.array([[0.91, 0.5, 0.25], [0.8, np.nan, np.nan]])
     return made
 
 
@@ -31,12 +32,12 @@ def write(path, policy, rounds=1, **options):
     trace = RoundTrace(str(path), {"num_speculative_tokens": 8}, **options)
     judged = [Judged("a", [7, 8, 9], [7, 8, 1]), Judged("b", [5], [5, 6])]
     for _ in range(rounds):
-        trace.add(judged, SLOTS, policy, time.perf_counter() - 0.002, [(2, 0.5), (1, 0.4), (1, 0.3)], (2, 0.1))
+        trace.add(judged, DRAFTS, policy, time.perf_counter() - 0.002, [0.5, 0.4, 0.3], 0.1)
     trace.close()
 
 
 def test_a_round_is_a_line_per_request(tmp_path, policy):
-    policy.observe(SLOTS[1:], np.array([1]), np.array([0]))  # slot 0's request is believed to be harder
+    policy.observe(outcome(SLOTS[1:], [1], [0]))  # slot 0's request is believed to be harder
     write(tmp_path / "rounds.jsonl", policy)
     first, second = read_rounds(tmp_path / "rounds.jsonl")
     assert (first["request"], first["draft"], first["accepted"], first["emitted"]) == ("a", [7, 8, 9], 2, [7, 8, 1])
@@ -53,7 +54,7 @@ def test_a_round_is_a_line_per_request(tmp_path, policy):
 def test_unknown_confidences_are_null_and_rounds_without_drafts_are_rounds(tmp_path, policy):
     trace = RoundTrace(str(tmp_path / "rounds.jsonl"), {})
     judged = [Judged("a", [], [4]), Judged("b", [5, 6], [9])]
-    trace.add(judged, SLOTS, policy, time.perf_counter(), [], None)
+    trace.add(judged, DRAFTS, policy, time.perf_counter(), [], 0.0)
     trace.close()
     first, second = read_rounds(tmp_path / "rounds.jsonl")
     assert (first["draft"], first["accepted"], first["draft_steps_ms"]) == ([], 0, [])
@@ -63,12 +64,14 @@ def test_unknown_confidences_are_null_and_rounds_without_drafts_are_rounds(tmp_p
 def test_rounds_whose_outcome_is_under_way_are_written_later_and_in_order(tmp_path, policy):
     trace = RoundTrace(str(tmp_path / "rounds.jsonl"), {})
     first = []  # two rows decoded of three
-    outcome = Outcome(np.array([0, 2]), [Judged("a", [7, 8], [7, 1]), Judged("c", [5], [5, 6])], [0.5], 0.1, 2.0)
-    trace.add_pending(np.array([2, 1, 0]), policy, time.perf_counter(), 2, lambda: first[0] if first else None)
-    trace.add([Judged("b", [], [4])], SLOTS[:1], policy, time.perf_counter(), [], None)
+    verdict = Verdict(np.array([0, 2]), [Judged("a", [7, 8], [7, 1]), Judged("c", [5], [5, 6])], [0.5], 0.1, 2.0)
+    confidences = np.stack([CONFIDENCES[0], np.full(3, np.nan, dtype=np.float32), CONFIDENCES[1]])
+    three = Drafts(np.array([2, 1, 0]), confidences, np.zeros(3, dtype=bool))
+    trace.add_pending(three, policy, time.perf_counter(), 2, lambda: first[0] if first else None)
+    trace.add([Judged("b", [], [4])], FIRST, policy, time.perf_counter(), [], 0.0)
     trace._flush()
     assert read_rounds(tmp_path / "rounds.jsonl") == []
-    first.append(outcome)
+    first.append(verdict)
     trace.close()
     rounds = read_rounds(tmp_path / "rounds.jsonl")
     assert [(record["request"], record["emitted"]) for record in rounds] == [("a", [7, 1]), ("c", [5, 6]), ("b", [4])]
@@ -79,7 +82,7 @@ def test_rounds_whose_outcome_is_under_way_are_written_later_and_in_order(tmp_pa
 def test_writing_waits_for_nobody(tmp_path, policy, monkeypatch):
     monkeypatch.setattr(round_trace, "FLUSH_EVERY_S", 0.01)
     trace = RoundTrace(str(tmp_path / "rounds.jsonl"), {})
-    trace.add([Judged("a", [], [4])], SLOTS[:1], policy, time.perf_counter(), [], None)
+    trace.add([Judged("a", [], [4])], FIRST, policy, time.perf_counter(), [], 0.0)
     deadline = time.monotonic() + 60
     while not read_rounds(tmp_path / "rounds.jsonl"):
         assert time.monotonic() < deadline, "the writer never wrote"
@@ -125,7 +128,7 @@ def test_a_disk_that_fails_ends_the_writing_only(tmp_path, policy, caplog):
     if not os.path.exists("/dev/full"):
         pytest.skip("no /dev/full here")
     trace = RoundTrace("/dev/full", {})
-    trace.add([Judged("a", [], [4])], SLOTS[:1], policy, time.perf_counter(), [], None)
+    trace.add([Judged("a", [], [4])], FIRST, policy, time.perf_counter(), [], 0.0)
     trace.close()
     assert caplog.text.count("writing ends") == 1
 

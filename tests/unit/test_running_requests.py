@@ -5,7 +5,8 @@ from types import SimpleNamespace
 import numpy as np
 
 from vllm_eesd.host.running_requests import RunningRequests
-from vllm_eesd.policy import BetaPosterior, Dispatch, build_policy
+from vllm_eesd.host.v1_batch import V1Step
+from vllm_eesd.policy import BetaPosterior, build_policy
 
 
 def make_runner(**requests):
@@ -27,26 +28,31 @@ def make_runner(**requests):
     return SimpleNamespace(requests=described, input_batch=batch, max_model_len=100)
 
 
+def step_of(runner, finished=()):
+    scheduled = SimpleNamespace(finished_req_ids=set(finished), total_num_scheduled_tokens=0)
+    return V1Step(runner, scheduled, [[] for _ in runner.input_batch.req_ids])
+
+
 def test_requests_keep_their_slots_and_their_wishes():
-    policy = Dispatch("fixed", lambda name: build_policy(name, BetaPosterior(4), 0, {}))
+    policy = build_policy("fixed", BetaPosterior(4), 0, {})
     running = RunningRequests(max_num_reqs=4, num_speculative_tokens=6, policy=policy)
     runner = make_runner(free=(50, None), short=(3, None), penalised=(None, {"eesd_max_draft_tokens": 2}))
-    slots = running.slots_of(runner, finished=set())
-    # `short` may emit three tokens: two drafts and the bonus token fit.
+    slots = running.slots_of(step_of(runner))
+    # `short` may emit three tokens: two drafts and one of the target's own fit.
     assert running.draft_limits(slots, np.array([10, 10, 10]), [[1], [1], [1]]).tolist() == [6, 2, 2]
     assert running.draft_limits(slots, np.array([10, 10, 98]), [[], [7], [1]]).tolist() == [0, 0, 1]
-    assert running.shares[slots].tolist() == [True, True, False]
+    assert running.updates_shared_prior[slots].tolist() == [True, True, False]
     runner.input_batch.req_ids = ["penalised", "free"]
-    assert running.slots_of(runner, finished={"short"}).tolist() == slots[[2, 0]].tolist()
+    assert running.slots_of(step_of(runner, finished={"short"})).tolist() == slots[[2, 0]].tolist()
     assert len(running) == 2
 
 
 def test_a_request_whose_end_no_round_heard_of_gives_its_slot_back():
     """vLLM tells the last ends before an idle server in a step without tokens, which drafts nothing."""
-    policy = Dispatch("fixed", lambda name: build_policy(name, BetaPosterior(4), 0, {}))
+    policy = build_policy("fixed", BetaPosterior(4), 0, {})
     running = RunningRequests(max_num_reqs=4, num_speculative_tokens=6, policy=policy)
     runner = make_runner(first=(50, None), second=(50, None))
-    running.slots_of(runner, finished=set())
+    running.slots_of(step_of(runner))
     later = make_runner(third=(50, None))
-    running.slots_of(later, finished=set())
+    running.slots_of(step_of(later))
     assert len(running) == 1

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from vllm_eesd import cli
-from vllm_eesd.continuations import NgramContinuations
 from vllm_eesd.policy import POLICIES, BetaPosterior, DraftLengthPolicy, build_policy
+from vllm_eesd.round.ngram import NgramDrafter
 from vllm_eesd.simulate.peers import AdaptiveVerification, FixedLength, Oracle, fit_confidence, oracle
 from vllm_eesd.simulate.replay import PolicyDrafter, replay
 from vllm_eesd.simulate.run import load_traces, mix, parse_cost_scale, simulate
@@ -119,17 +119,15 @@ def with_text(period, told=True, num_tokens=160, accepted=0):
     return DenseTrace("m", "w", k, {}, [request] * 3)
 
 
-class CopiesAll(DraftLengthPolicy):
-    """Copies whatever there is, and else drafts one token."""
+class TakesEveryNgram(DraftLengthPolicy):
+    """Takes every n-gram draft, and else drafts one token."""
 
-    copies_text = True
+    uses_ngrams = True
 
-    def copy(self, slots, chances, limits):
-        copied = np.where(chances[:, 1] > 0, np.minimum(limits, 8), 0)
-        self.copied[slots] = copied
-        return copied
+    def take_ngrams(self, slots, chances, limits):
+        return np.where(chances[:, 1] > 0, np.minimum(limits, 8), 0)
 
-    def draft_more(self, slots, num_drafted, confidence):
+    def more(self, slots, num_drafted, confidence):
         return np.full(len(slots), num_drafted == 0)
 
 
@@ -139,7 +137,7 @@ def test_a_copy_is_accepted_as_far_as_the_recorded_text_goes_on_so():
     request = RequestTrace(
         np.zeros(8, dtype=np.int64), np.zeros((8, 4), dtype=np.float32), np.array([1, 2], dtype=np.int32), emitted
     )
-    world, policy = World(), CopiesAll(BetaPosterior(1), 0)
+    world, policy = World(), TakesEveryNgram(BetaPosterior(1), 0)
     found = replay(DenseTrace("m", "w", 4, {}, [request]), PolicyDrafter(policy), world)
     # 1 2 3 and 1 2 3 4: nothing repeats, one draft each, rejected. 1 2 3 4 1: 2 3 are right, then 4 is not 9.
     # ... 2 3 9: nothing ended in 9 before, a draft. 9 1: copies 2 3 4 1 is cut to the last token but one.
@@ -162,11 +160,11 @@ def test_goodput_gains_from_copies_where_the_text_repeats_itself(batch):
 
 
 def test_a_slot_forgets_the_request_that_ended(monkeypatch):
-    forgotten, reset = [], NgramContinuations.reset
+    forgotten, reset = [], NgramDrafter.reset
     monkeypatch.setattr(
-        NgramContinuations, "reset", lambda self, slots: (forgotten.extend(slots.tolist()), reset(self, slots))
+        NgramDrafter, "reset", lambda self, slots: (forgotten.extend(slots.tolist()), reset(self, slots))
     )
-    replay(with_text(24), PolicyDrafter(CopiesAll(BetaPosterior(2), 0)), World(), 2)
+    replay(with_text(24), PolicyDrafter(TakesEveryNgram(BetaPosterior(2), 0)), World(), 2)
     assert sorted(forgotten) in ([0, 0, 1], [0, 1, 1]), "three requests in two slots"
 
 

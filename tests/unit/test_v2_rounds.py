@@ -8,7 +8,7 @@ import torch
 
 from vllm_eesd.config import EESDConfig
 from vllm_eesd.exit_head.checkpoint import ExitHeadConfig, Verifier
-from vllm_eesd.host import v2_rounds, v2_trace
+from vllm_eesd.host import round_setup, v2_trace
 from vllm_eesd.host.v2_lag import LAG
 from vllm_eesd.host.v2_rounds import Rounds
 from vllm_eesd.round_trace import Judged
@@ -18,7 +18,7 @@ ALWAYS = {"policy": "confidence", "policy_args": {"threshold": 0.5}}
 
 
 def make_rounds(monkeypatch, **eesd):
-    monkeypatch.setattr(v2_rounds, "get_tp_group", lambda: SimpleNamespace(world_size=1))
+    monkeypatch.setattr(round_setup, "get_tp_group", lambda: SimpleNamespace(world_size=1))
     verifier = Verifier(
         name_or_path="t", architecture="LlamaForCausalLM", hidden_size=64, num_hidden_layers=8, vocab_size=512
     )
@@ -161,7 +161,7 @@ def test_after_a_fault_nobody_has_a_draft_and_everybody_is_admitted_anew(monkeyp
         begin(rounds, [0, 2], [1, 1], scheduled=[K, K])
     assert rounds.policy.posterior.parameters(slots).tolist() != prior
     with monkeypatch.context() as patch:
-        patch.setattr(rounds.policy, "begin_round", lambda *args: 1 / 0)
+        patch.setattr(rounds.policy, "begin", lambda *args: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             begin(rounds, [0, 2], [1, 1], scheduled=[K, K])
     rounds.start_afresh()
@@ -219,8 +219,8 @@ def test_a_traced_round_is_what_the_target_judged(monkeypatch):
     step([False] * 3, [K] * 3)  # nothing is known of the time before it
     assert not noted
     step([False, False, True], [K, K, 0])
-    ((slots, policy, _, num_reqs, outcome),) = noted
-    assert (slots.tolist(), policy, num_reqs) == ([0, 1, 2], rounds.policy, 2)
-    known = outcome()
+    ((drafts, policy, _, num_reqs, verdict),) = noted
+    assert (drafts.slots.tolist(), policy, num_reqs) == ([0, 1, 2], rounds.policy, 2)
+    known = verdict()
     assert known.judged == [Judged("a", [11, 12, 13, 14], [11, 12, 19]), Judged("b", [21], [21, 29])]
     assert known.rows.tolist() == [0, 1] and known.verify_ms > 0 and known.draft_steps_ms == []

@@ -52,7 +52,7 @@ class EarlyExitProposer:
         config = vllm_config.speculative_config
         assert isinstance(config, EESDSpeculativeConfig)
         self.vllm_config, self.config = vllm_config, config
-        self._max_num_reqs = vllm_config.scheduler_config.max_num_seqs
+        self.max_num_reqs = vllm_config.scheduler_config.max_num_seqs
         self.num_speculative_tokens = config.num_speculative_tokens
         self.stats, self.breaker = DraftStats(config.num_speculative_tokens), CircuitBreaker()
         #: None drafts greedily.
@@ -64,14 +64,14 @@ class EarlyExitProposer:
         self.recorder: DenseRecorder | None = None
         self.round_trace = open_trace(config)
         self._rows: DraftRows | None = None
-        self.use_policy(build_policy_of(config, self._max_num_reqs))
+        self._ngrams = NgramDrafter(self.max_num_reqs, self.num_speculative_tokens)
+        self.use_policy(build_policy_of(config, self.max_num_reqs))
 
     def use_policy(self, policy: DraftLengthPolicy) -> None:
         """Choose draft lengths by this policy from now on; requests that run start from its prior."""
         self.policy = policy
-        self._ngrams = NgramDrafter(self._max_num_reqs, self.num_speculative_tokens)
-        self._requests = RunningRequests(self._max_num_reqs, self.num_speculative_tokens, policy, self._ngrams)
-        self._pending = PendingDrafts(self._max_num_reqs)
+        self._requests = RunningRequests(self.max_num_reqs, self.num_speculative_tokens, policy, self._ngrams)
+        self._pending = PendingDrafts(self.max_num_reqs)
         self._learner = Learner(policy, self.stats, agree_on_times(every=1))
         self._forget_round()
 

@@ -25,6 +25,7 @@ from vllm_eesd.host.v2_ragged import RaggedVerification
 from vllm_eesd.host.v2_rounds import Rounds
 from vllm_eesd.host.v2_trace import tokens_of_step
 from vllm_eesd.host.v2_verification import Verification, can_verify, only_temperature, warm_up
+from vllm_eesd.policy import DraftLengthPolicy
 
 logger = init_logger("vllm.eesd")
 
@@ -42,7 +43,7 @@ class EarlyExitSpeculator(DraftSteps):
         super().__init__(vllm_config, device)
         config = vllm_config.speculative_config
         assert isinstance(config, EESDSpeculativeConfig)
-        self._config, self._req_states = config, req_states
+        self.config, self._req_states = config, req_states
         self._asynchronous = vllm_config.scheduler_config.async_scheduling
         self.num_speculative_tokens = config.num_speculative_tokens
         self.rounds = Rounds(config, self.max_num_reqs, self.max_model_len, device)
@@ -67,8 +68,12 @@ class EarlyExitSpeculator(DraftSteps):
         return self.rounds.stats
 
     @property
-    def policy(self) -> Any:
+    def policy(self) -> DraftLengthPolicy:
         return self.rounds.policy
+
+    def use_policy(self, policy: DraftLengthPolicy) -> None:
+        """Choose draft lengths by this policy from now on; requests that run start from its prior."""
+        self.rounds.use_policy(policy)
 
     def policy_metrics(self) -> dict[str, Any]:
         """Return what the policy believes of the running requests, `DraftLengthPolicy.metrics`."""
@@ -78,7 +83,7 @@ class EarlyExitSpeculator(DraftSteps):
 
     def load_draft_model(self, target_model: nn.Module, target_attn_layer_names: set[str]) -> nn.Module:
         """Build the exit head, hook its KV fill into the target and compile the draft step: that is the draft model."""
-        config, directory = self._config.exit_head, self._config.head_directory
+        config, directory = self.config.exit_head, self.config.head_directory
         head: ExitHead | None = None
         if directory is not None:
             head = HEAD_CLASSES[config.head_type].load(self.vllm_config, target_model, config, directory)
@@ -94,7 +99,7 @@ class EarlyExitSpeculator(DraftSteps):
 
     def _build_steps(self, target_model: nn.Module, head: ExitHead | None) -> DraftStep:
         """Choose the kernels, then compile the draft steps that the choice leaves in use; returns the one in torch."""
-        compilation, config = self.vllm_config.compilation_config, self._config
+        compilation, config = self.vllm_config.compilation_config, self.config
         timer = kernel_choice.timer_for(self.device, in_graphs=bool(compilation.cudagraph_mode))
         parts = {"target": target_model, "exit_layer": config.exit_head.exit_layer, "head": head}
         with set_model_tag("eesd_draft"):

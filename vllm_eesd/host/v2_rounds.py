@@ -9,15 +9,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_eesd.host.compat import get_tp_group, init_logger
+from vllm_eesd.host.round_setup import agree_on_times, build_policy_of, open_trace
 from vllm_eesd.host.running_requests import NewRequest, RunningRequests
 from vllm_eesd.host.speculative import EESDSpeculativeConfig
-from vllm_eesd.host.v1 import REPORT_EVERY_S, build_dispatch, open_trace
 from vllm_eesd.host.v2_lag import Judged, Lagged, RoundTimes
-from vllm_eesd.host.v2_trace import pending_outcome
-from vllm_eesd.stats import DraftStats
+from vllm_eesd.host.v2_trace import pending_verdict
+from vllm_eesd.policy import DraftLengthPolicy, Outcome
+from vllm_eesd.round.counters import DraftStats
+from vllm_eesd.round.draft import DraftRound
+from vllm_eesd.round.outcome import Learner, StepTimes
+from vllm_eesd.round.slots import PendingDrafts
+from vllm_eesd.round_trace import Drafts
 
-logger = init_logger("vllm.eesd")
 #: With tensor parallelism rank 0's times go to all ranks once in so many steps, a message on the host each time.
 SHARE_TIMES_EVERY = 16
 
@@ -36,11 +39,11 @@ class Rounds:
     def __init__(
         self, config: EESDSpeculativeConfig, max_num_reqs: int, max_model_len: int, device: torch.device
     ) -> None:
-        self.policy = build_dispatch(config, max_num_reqs)
         self.stats = DraftStats(config.num_speculative_tokens)
-        self.requests = RunningRequests(max_num_reqs, config.num_speculative_tokens, self.policy)
+        self._pending = PendingDrafts(max_num_reqs)
         #: [max_num_reqs] int64, length of each slot's current draft.
-        self.num_drafted = np.zeros(max_num_reqs, dtype=np.int64)
+        self.num_drafted = self._pending.lengths
+        self._agree_on_times = agree_on_times(SHARE_TIMES_EVERY)
         self._max_model_len, self._device = max_model_len, device
         self._samples_drafts = config.eesd.draft_sample_method == "probabilistic"
         self._num_tokens = np.zeros(max_num_reqs, dtype=np.int64)
@@ -52,9 +55,16 @@ class Rounds:
         self.round_trace = open_trace(config)
         #: False while the worker warms up: its requests are made up, and its steps wait for compilers.
         self.learns = True
-        self._num_shared = 0
-        self._reported = self._began_s = time.perf_counter()
+        self._began_s = time.perf_counter()
         self._forget_steps()
+        self.use_policy(build_policy_of(config, max_num_reqs))
+
+    def use_policy(self, policy: DraftLengthPolicy) -> None:
+        """Choose draft lengths by this policy from now on; requests that run start from its prior."""
+        self.policy = policy
+        self.requests = RunningRequests(len(self.num_drafted), self.stats.num_speculative_tokens, policy)
+        self._learner = Learner(policy, self.stats, self._agree_on_times)
+        self.start_afresh()
 
     def admit(self, slots: Sequence[int], new_requests: Sequence[Any]) -> None:
         """Take in requests that start or come back from preemption.
@@ -67,7 +77,7 @@ class Rounds:
             self._requested[slot] = NewRequest(params, len(request.prompt_token_ids or ()), "")
             self._not_admitted.add(slot)
             self._generation[slot] += 1
-            self.num_drafted[slot] = 0
+            self._pending.clear(slot)
             self._num_tokens[slot] = len(request.prefill_token_ids)
             self._has_grammar[slot] = params.structured_outputs is not None
         self._admit()
@@ -83,14 +93,13 @@ class Rounds:
         Outcomes under way are dropped with it. What is known of a request's length then lags behind by their tokens,
         so its last draft may be longer than it needs to be; it is never verified past the request's end.
         """
-        self.num_drafted.fill(0)
+        self._pending.clear()
         self._not_admitted = set(self._requested)
         self._forget_steps()
 
     def _forget_steps(self) -> None:
         self._lagged = Lagged(len(self.num_drafted), self._device)
         self._times: RoundTimes | None = None
-        self._measured: list[tuple[str, tuple[int, ...], float]] = []
 
     def begin(
         self,
@@ -121,14 +130,15 @@ class Rounds:
         if scheduled is not None:
             verified = np.minimum(self.num_drafted[slots], scheduled)
         decoded = ~input_batch.is_prefilling_np
+        drafts = Drafts(slots, self._pending.confidences[slots], self._pending.from_ngrams[slots])
         if tokens is not None and self.learns and times.previous is not None and decoded.any():
-            self._trace(input_batch.req_ids, slots, decoded, verified, tokens, asynchronous)
+            self._trace(input_batch.req_ids, drafts, decoded, verified, tokens, asynchronous)
         self._began_s = time.perf_counter()
         generations = self._generation[slots]
-        confidences = self.policy.confidences_of(slots)
-        self.policy.recall(slots, np.nan)
-        nobody = np.zeros(0, dtype=np.int64)
-        judged = Judged(slots, generations, decoded, verified, confidences, nobody, input_batch.num_tokens, times)
+        no_rows = np.zeros(0, dtype=np.int64)
+        judged = Judged(
+            slots, generations, decoded, verified, drafts.confidences, no_rows, input_batch.num_tokens, times
+        )
         old = self._lagged.push(judged, num_sampled)
         if old is not None:
             self._observe(old, asynchronous)
@@ -143,46 +153,36 @@ class Rounds:
             # A grammar cuts a draft because of what it is; vLLM then samples anew, which is right for one-hot drafts.
             limits[self._has_grammar[slots]] = 0
         self._choose(slots, limits)
-        self._report()
+        self._learner.report()
         return times
 
     def _choose(self, slots: np.ndarray, limits: np.ndarray) -> None:
         """Start a round; a policy that looks at no confidence is asked for all its tokens at once."""
-        self._slots, self._limits, self._asked = slots, limits, 0
-        self.lengths = np.zeros(len(slots), dtype=np.int64)
-        self._rows = np.arange(len(slots))
         self.waits_for_confidence = self.policy.needs_confidence
-        if not limits.any():
-            self._rows = self._rows[:0]
-            self.num_drafted[slots] = 0
-            return
-        self.policy.begin_round(slots, limits)
-        self._ask(None)
-        while not self.waits_for_confidence and len(self._rows):
-            self._ask(None)
-        self.num_drafted[slots] = self.lengths
+        self._round = DraftRound(self.policy, slots, limits)
+        while not self.waits_for_confidence and len(self._round.rows):
+            self._round.tell(None)
+        self._pending.keep(self._round)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Length of each row's draft as decided so far, [num_reqs] int64."""
+        return self._round.lengths
 
     def wants_step(self, step: int) -> bool:
-        """Return whether draft step `step` (from 1) should run: somebody drafts that token, or may yet."""
+        """Return whether draft step `step` (from 1) should run: a row drafts that token, or may yet."""
         if not self.waits_for_confidence:
-            return step <= self.lengths.max(initial=0)
-        return bool((self._limits[self._rows] >= step).any())
+            return step <= self._round.lengths.max(initial=0)
+        return bool((self._round.limits[self._round.rows] >= step).any())
 
     def decide(self, confidence: np.ndarray) -> None:
-        """Ask who drafts one more token, given the confidence of the last one decided on.
+        """Ask which rows draft one more token, given the confidence of the last one decided on.
 
         Args:
             confidence: [num_reqs] float32, of the whole batch.
         """
-        self._ask(confidence[self._rows])
-        self.num_drafted[self._slots] = self.lengths
-
-    def _ask(self, confidence: np.ndarray | None) -> None:
-        slots = self._slots[self._rows]
-        more = self.policy.draft_more(slots, self._asked, confidence) & (self._limits[self._rows] > self._asked)
-        self._rows = self._rows[more]
-        self._asked += 1
-        self.lengths[self._rows] = self._asked
+        self._round.tell(confidence[self._round.rows])
+        self._pending.keep(self._round)
 
     def pause(self) -> None:
         """A step ran that was not a round: the time around it says nothing."""
@@ -207,16 +207,15 @@ class Rounds:
         if len(rows):
             accepted = np.minimum(judged.num_sampled - 1, verified)[rows]
             slots = judged.slots[rows]
-            current = self.policy.confidences_of(slots)
-            self.policy.recall(slots, judged.confidences[rows])
-            self.policy.observe(slots, verified[rows], accepted, self.requests.shares[slots])
-            self.policy.recall(slots, current)
+            no_ngrams = np.zeros(len(rows), dtype=bool)
+            shared = self.requests.updates_shared_prior[slots]
+            self._learner.learn(Outcome(slots, verified[rows], accepted, judged.confidences[rows], no_ngrams, shared))
         self._learn_costs(judged, all_decoded=bool(decoded.all()))
 
     def _trace(
         self,
         request_ids: Sequence[str],
-        slots: np.ndarray,
+        drafts: Drafts,
         decoded: np.ndarray,
         verified: np.ndarray,
         tokens: torch.Tensor,
@@ -224,50 +223,16 @@ class Rounds:
     ) -> None:
         assert self.round_trace is not None and self._times is not None
         rows = np.flatnonzero(decoded)
-        verified = np.where(self._has_grammar[slots], -1, verified) if asynchronous else verified
-        outcome = pending_outcome(request_ids, rows, verified[rows], tokens, self._times)
-        self.round_trace.add_pending(slots, self.policy, self._began_s, len(rows), outcome)
+        verified = np.where(self._has_grammar[drafts.slots], -1, verified) if asynchronous else verified
+        verdict = pending_verdict(request_ids, rows, verified[rows], tokens, self._times)
+        self.round_trace.add_pending(drafts, self.policy, self._began_s, len(rows), verdict)
 
     def _learn_costs(self, judged: Judged, all_decoded: bool) -> None:
-        """Tell the cost model what a step and the round before it took, `LAG` steps ago."""
-        num_reqs = len(judged.slots)
+        """Learn what a step and the round before it took, `LAG` steps ago."""
         num_rows, inputs_ms, steps_ms = judged.times.drafting_ms()
-        measured = [("draft_step", (num_rows,), ms) for ms in steps_ms]
-        if measured:
-            measured.append(("draft_round", (num_rows,), inputs_ms))
+        sizes = len(judged.slots), judged.num_tokens, int(judged.num_sampled.sum())
         verify_ms = judged.times.verify_ms() if all_decoded else None
-        if verify_ms is not None:
-            measured.append(("verify", (num_reqs, judged.num_tokens), verify_ms))
-        self._measured += measured
-        group = get_tp_group()
-        if group.world_size > 1:
-            # Every rank must choose the same lengths, so all learn rank 0's times, in the same step.
-            self._num_shared += 1
-            if self._num_shared % SHARE_TIMES_EVERY:
-                return
-            self._measured = group.broadcast_object(self._measured, src=0)
-        observe = {
-            "draft_step": self.policy.costs.observe_draft_step,
-            "draft_round": self.policy.costs.observe_draft_round,
-            "verify": self.policy.costs.observe_verify,
-        }
-        for what, sizes, ms in self._measured:
-            observe[what](*sizes, ms)
-        self._measured = []
-        if verify_ms is not None:
-            draft_ms = sum(steps_ms) + inputs_ms
-            plain_ms = float(self.policy.costs.verify_curve(num_reqs, 0)[0]) * int(judged.num_sampled.sum()) / num_reqs
-            self.stats.count_time(verify_ms + draft_ms, plain_ms)
-
-    def _report(self) -> None:
-        """Log one line and save what was learned, every REPORT_EVERY_S while requests run."""
-        now = time.perf_counter()
-        if now - self._reported < REPORT_EVERY_S:
-            return
-        self._reported = now
-        try:
-            self.policy.save_state()
-        except OSError as error:
-            logger.warning("eesd: policy_args.state_file cannot be written: %s", error)
-        if self.stats.rounds:
-            logger.info("EESD: %s", self.stats.summary())
+        drafting = {}
+        if steps_ms:
+            drafting = {"draft_steps": [(num_rows, ms) for ms in steps_ms], "draft_round": (num_rows, inputs_ms)}
+        self._learner.learn_times(StepTimes(*sizes, verify_ms, **drafting))

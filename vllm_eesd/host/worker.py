@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
+from vllm_eesd.host.round_setup import build_policy_of
 from vllm_eesd.trace import DenseRecorder
 
 
@@ -25,6 +26,18 @@ class WorkerExtension:
     def eesd_reset_stats(self) -> None:
         """Start counting from zero."""
         self._drafter.stats.reset()
+
+    def eesd_use_policy(self, name: str) -> None:
+        """Choose draft lengths by another policy from now on; one that was used before goes on with what it learned.
+
+        For experiments: call it while no request runs. A policy that was not configured has its default arguments; all
+        share the costs and the calibration.
+        """
+        drafter, known = self._drafter, self.__dict__.setdefault("_eesd_policies", {})
+        known.setdefault(drafter.config.eesd.policy, drafter.policy)
+        if name not in known:
+            known[name] = build_policy_of(drafter.config, drafter.max_num_reqs, name, like=drafter.policy)
+        drafter.use_policy(known[name])
 
     def eesd_costs(self) -> dict[str, Any]:
         """Return what steps cost so far, `vllm_eesd.policy.CostModel.state`."""

@@ -2,9 +2,10 @@
 
 import numpy as np
 
-from vllm_eesd.continuations import NgramContinuations
-from vllm_eesd.drafting import RequestSlots, draft_round
 from vllm_eesd.policy import BetaPosterior, DraftLengthPolicy, build_policy
+from vllm_eesd.round.draft import DraftRound, draft_tokens
+from vllm_eesd.round.ngram import NgramDrafter
+from vllm_eesd.round.slots import PendingDrafts, RequestSlots
 
 
 class Counting:
@@ -27,7 +28,7 @@ class Scripted(DraftLengthPolicy):
         super().__init__(BetaPosterior(len(lengths)), seed=0)
         self.lengths, self.seen = np.array(lengths), []
 
-    def draft_more(self, slots, num_drafted, confidence):
+    def more(self, slots, num_drafted, confidence):
         self.seen.append(None if confidence is None else confidence.tolist())
         return self.lengths[slots] > num_drafted
 
@@ -35,7 +36,10 @@ class Scripted(DraftLengthPolicy):
 def run(lengths, limits, slots=None):
     model, policy = Counting(), Scripted(lengths)
     slots = np.arange(len(limits)) if slots is None else np.array(slots)
-    return draft_round(model, policy, slots, np.arange(len(limits)) * 100, np.array(limits)), model, policy
+    round_ = DraftRound(policy, slots, np.array(limits))
+    drafts = draft_tokens(round_, model, np.arange(len(limits)) * 100)
+    assert round_.lengths.tolist() == list(map(len, drafts))
+    return drafts, model, policy
 
 
 def test_ragged_lengths():
@@ -60,36 +64,39 @@ def test_a_row_that_stopped_has_no_say_in_the_confidences():
     np.testing.assert_allclose(policy.seen[2], [0.1], rtol=1e-6)
 
 
-def test_rows_that_copy_their_continuation_do_not_draft():
+def test_rows_with_an_ngram_draft_run_no_draft_step():
     texts = np.array([[5, 6, 7, 5, 0], [1, 2, 3, 4, 0], [8, 9, 8, 9, 8]], dtype=np.int32)
-    continuations, every = NgramContinuations(3, 4), np.arange(3)
-    continuations.update(every, texts, every, np.array([4, 4, 5]), np.ones(3, dtype=bool))
+    ngrams, every = NgramDrafter(3, 4), np.arange(3)
+    ngrams.update(every, texts, every, np.array([4, 4, 5]), np.ones(3, dtype=bool))
 
-    class Copying(Scripted):
-        def copy(self, slots, chances, limits):
+    class TakingNgrams(Scripted):
+        def take_ngrams(self, slots, chances, limits):
             return np.where(chances[:, 1] > 0, 4, 0)
 
-    model, policy = Counting(), Copying([2, 2, 2])
-    drafts = draft_round(model, policy, every, np.array([0, 100, 200]), np.array([8, 8, 3]), continuations)
+    model, policy = Counting(), TakingNgrams([2, 2, 2])
+    round_ = DraftRound(policy, every, np.array([8, 8, 3]), ngrams)
+    drafts = draft_tokens(round_, model, np.array([0, 100, 200]))
+    assert round_.from_ngrams.tolist() == [True, False, True] and round_.lengths.tolist() == [4, 2, 3]
+    assert np.isnan(round_.confidences[[0, 2]]).all() and not np.isnan(round_.confidences[1, :2]).any()
     assert drafts == [[6, 7, 5, 6], [101, 102], [9, 8, 9]]
     assert model.calls == [([1], 0), ([1], 1)]
 
 
-def test_a_row_that_may_not_draft_may_copy():
+def test_a_row_that_may_not_draft_may_have_an_ngram_draft():
     texts = np.array([[1, 2, 1, 0], [1, 2, 1, 0]], dtype=np.int32)
-    continuations, both = NgramContinuations(2, 4), np.arange(2)
-    continuations.update(both, texts, both, np.array([3, 3]), np.ones(2, dtype=bool))
+    ngrams, both = NgramDrafter(2, 4), np.arange(2)
+    ngrams.update(both, texts, both, np.array([3, 3]), np.ones(2, dtype=bool))
 
-    class Copying(Scripted):
-        def copy(self, slots, chances, limits):
+    class TakingNgrams(Scripted):
+        def take_ngrams(self, slots, chances, limits):
             assert limits.tolist() == [3, 2]
             return np.array([4, 0])
 
-    model, policy = Counting(), Copying([4, 4])
-    drafts = draft_round(model, policy, both, np.array([0, 100]), np.zeros(2, int), continuations, np.array([3, 2]))
-    assert drafts == [[2, 1, 2], []] and not model.calls
-    with_head = draft_round(model, policy, both, np.array([0, 100]), np.array([0, 1]), continuations, np.array([3, 2]))
-    assert with_head == [[2, 1, 2], [101]]
+    model, policy = Counting(), TakingNgrams([4, 4])
+    round_ = DraftRound(policy, both, np.zeros(2, int), ngrams, np.array([3, 2]))
+    assert draft_tokens(round_, model, np.array([0, 100])) == [[2, 1, 2], []] and not model.calls
+    round_ = DraftRound(policy, both, np.array([0, 1]), ngrams, np.array([3, 2]))
+    assert draft_tokens(round_, model, np.array([0, 100])) == [[2, 1, 2], [101]]
 
 
 def test_the_policy_is_told_of_every_drafted_token():
@@ -109,9 +116,39 @@ def test_no_draft_is_longer_than_its_limit_under_beta_ts():
     policy = build_policy("beta_ts", BetaPosterior(6, 50, 1), 0, {})
     limits = np.array([0, 1, 2, 3, 5, 8])
     for _ in range(50):
-        drafts = draft_round(Counting(), policy, np.arange(6), np.zeros(6, dtype=np.int64), limits)
+        drafts = draft_tokens(DraftRound(policy, np.arange(6), limits), Counting(), np.zeros(6, dtype=np.int64))
         assert all(len(draft) <= limit for draft, limit in zip(drafts, limits, strict=False))
         assert all(drafts[row] for row in range(1, 6))
+
+
+def test_confidences_stay_with_the_row_that_drafted():
+    round_ = DraftRound(Scripted([2, 0, 1]), np.arange(3), np.full(3, 8))
+    draft_tokens(round_, Counting(), np.array([1, 2, 3]))
+    np.testing.assert_allclose(round_.confidences[:, :2], [[0.1, 0.2], [np.nan] * 2, [0.3, np.nan]], rtol=1e-6)
+
+
+def test_a_driver_may_run_a_step_ahead_of_what_it_tells():
+    """Model Runner V2's: rows that go on are known one step late, lengths come out the same."""
+    round_ = DraftRound(Scripted([3, 0, 1, 2]), np.arange(4), np.full(4, 8))
+    assert round_.rows.tolist() == [0, 2, 3] and round_.lengths.tolist() == [1, 0, 1, 1]
+    steps = 1
+    while len(round_.rows):
+        steps += 1  # it runs before the confidence of the one before is told
+        round_.tell(np.zeros(len(round_.rows), dtype=np.float32))
+    assert steps == 4 and round_.lengths.tolist() == [3, 0, 1, 2]
+
+
+def test_a_pending_draft_is_kept_by_slot_until_it_is_cleared():
+    pending = PendingDrafts(4)
+    round_ = DraftRound(Scripted([0, 2, 0, 1]), np.array([3, 1]), np.full(2, 8))
+    draft_tokens(round_, Counting(), np.array([4, 6]))
+    pending.keep(round_)
+    assert pending.lengths.tolist() == [0, 2, 0, 1]
+    np.testing.assert_allclose(pending.confidences[3, :2], [0.4, np.nan], rtol=1e-6)
+    pending.clear(1)
+    assert pending.lengths.tolist() == [0, 0, 0, 1] and np.isnan(pending.confidences[1]).all()
+    pending.clear()
+    assert not pending.lengths.any()
 
 
 def test_slots_stay_with_their_request_and_are_reused():
@@ -127,7 +164,7 @@ def test_slots_stay_with_their_request_and_are_reused():
 
 
 def test_slots_do_not_grow_with_the_requests_served():
-    """Preempted requests never say goodbye: their slots go to whoever runs."""
+    """A preempted request does not announce its end: its slot goes to one that runs."""
     slots = RequestSlots(4)
     for number in range(1000):
         assigned, new = slots.assign([f"request-{number}-{i}" for i in range(4)])

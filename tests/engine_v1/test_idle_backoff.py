@@ -1,11 +1,11 @@
-"""Rounds that nobody looks at: they must count, and end when anything changes."""
+"""Rounds whose draft decision is skipped: they must count, and end when anything changes."""
 
 import numpy as np
 import pytest
 
-from vllm_eesd.host.resting import Rest
 from vllm_eesd.policy import CostModel
 from vllm_eesd.policy.goodput import Goodput
+from vllm_eesd.round.idle import IdleBackoff
 
 #: Drafts by two layers of a random target are hardly ever accepted: soon nothing is worth drafting.
 SPEC = {"method": "eesd", "exit_layer": 2, "num_speculative_tokens": 4}
@@ -18,21 +18,21 @@ def prompts():
 
 
 @pytest.fixture
-def looks(monkeypatch):
-    """Make a look as expensive as it can be; list the batch size of every one."""
-    seen, begin_round = [], Goodput.begin_round
+def decisions(monkeypatch):
+    """Make a decision as expensive as it can be; list the batch size of every one."""
+    seen, begin = [], Goodput.begin
 
     def counting(self, slots, limits):
         seen.extend([len(slots)] if len(slots) else [])
-        begin_round(self, slots, limits)
+        begin(self, slots, limits)
 
-    monkeypatch.setattr(Goodput, "begin_round", counting)
-    monkeypatch.setattr(CostModel, "look_ms", lambda self, num_reqs: 1e9)
+    monkeypatch.setattr(Goodput, "begin", counting)
+    monkeypatch.setattr(CostModel, "decision_ms", lambda self, num_reqs: 1e9)
     return seen
 
 
-def test_resting_ends_when_the_batch_or_the_step_is_another():
-    rest = Rest()
+def test_the_back_off_ends_when_the_batch_or_the_step_is_another():
+    idle = IdleBackoff()
     step = {"request_ids": ["a", "b"], "finished": set(), "num_scheduled_tokens": 2, "emitted": [[1], [2]]}
     others = (
         {"request_ids": ["a", "c"]},
@@ -41,19 +41,19 @@ def test_resting_ends_when_the_batch_or_the_step_is_another():
         {"num_scheduled_tokens": 5},
         {"emitted": [[1], []]},
     )
-    assert not rest.goes_on(**step)
+    assert not idle.goes_on(**step)
     for other in others:
-        rest.begin(3, ["a", "b"])
-        assert rest.goes_on(**step)
-        assert not rest.goes_on(**step | other)
-        assert not rest.goes_on(**step)  # once over, it is over
-        assert rest.take() == 1 and rest.take() == 0
-    rest.begin(2, ["a", "b"])
-    assert [rest.goes_on(**step) for _ in range(3)] == [True, True, False]
+        idle.begin(3, ["a", "b"])
+        assert idle.goes_on(**step)
+        assert not idle.goes_on(**step | other)
+        assert not idle.goes_on(**step)  # once over, it is over
+        assert idle.take() == 1 and idle.take() == 0
+    idle.begin(2, ["a", "b"])
+    assert [idle.goes_on(**step) for _ in range(3)] == [True, True, False]
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 3])
-def test_the_same_output_and_every_round_counted(engine, greedy, random_target, prompts, looks, max_num_seqs):
+def test_the_same_output_and_every_round_counted(engine, greedy, random_target, prompts, decisions, max_num_seqs):
     with engine(random_target, max_num_seqs=max_num_seqs) as llm:
         expected = greedy(llm, prompts * 2, max_tokens=60)
     with engine(random_target, SPEC, max_num_seqs=max_num_seqs) as llm:
@@ -61,21 +61,21 @@ def test_the_same_output_and_every_round_counted(engine, greedy, random_target, 
         (stats,) = llm.collective_rpc("eesd_stats")
     assert stats["emitted"] == 6 * 59 == stats["rounds"] + stats["accepted"]
     assert stats["draft_length_histogram"][0] <= stats["rounds"] == sum(stats["draft_length_histogram"])
-    assert sum(looks) < 0.7 * stats["rounds"]
+    assert sum(decisions) < 0.7 * stats["rounds"]
 
 
-def test_requests_that_may_not_draft_are_not_asked(engine, greedy, random_target, prompts, looks):
+def test_requests_that_may_not_draft_are_not_asked(engine, greedy, random_target, prompts, decisions):
     with engine(random_target) as llm:
         expected = greedy(llm, prompts, max_tokens=30)
     with engine(random_target, SPEC) as llm:
         assert greedy(llm, prompts, max_tokens=30, extra_args={"eesd_enabled": False}) == expected
         (stats,) = llm.collective_rpc("eesd_stats")
-        assert stats["rounds"] == stats["emitted"] == 3 * 29 and not looks
+        assert stats["rounds"] == stats["emitted"] == 3 * 29 and not decisions
         assert greedy(llm, prompts, max_tokens=30) == expected
-        assert looks
+        assert decisions
 
 
-def test_whoever_records_rounds_sees_them_all(engine, greedy, random_target, prompts, looks):
+def test_recorded_rounds_are_complete(engine, greedy, random_target, prompts, decisions):
     with engine(random_target, SPEC) as llm:
         llm.collective_rpc("eesd_take_rounds")
         greedy(llm, prompts, max_tokens=40)

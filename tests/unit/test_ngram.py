@@ -5,19 +5,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_eesd.continuations import MAX_MATCH, NgramContinuations
+from vllm_eesd.round.ngram import MAX_MATCH, NgramDrafter
 
 LONGEST = 6
 tokens = st.lists(st.integers(0, 2), min_size=1, max_size=40)
 
 
-def update(continuations: NgramContinuations, text: list[int], slot: int = 0, shares: bool = True) -> None:
+def update(continuations: NgramDrafter, text: list[int], slot: int = 0, shares: bool = True) -> None:
     one = np.array([slot])
     texts = np.array([text], dtype=np.int32)
     continuations.update(one, texts, np.zeros(1, int), np.array([len(text)]), np.array([shares]))
 
 
-def chances(continuations: NgramContinuations, slot: int = 0) -> list[float]:
+def chances(continuations: NgramDrafter, slot: int = 0) -> list[float]:
     return continuations.chances(np.array([slot]))[0].tolist()
 
 
@@ -36,7 +36,7 @@ def searched_naively(text: list[int]) -> list[int]:
 @settings(max_examples=300, deadline=None)
 @given(text=tokens)
 def test_continues_the_latest_of_the_longest_matches(text):
-    continuations = NgramContinuations(2, LONGEST)
+    continuations = NgramDrafter(2, LONGEST)
     update(continuations, text)
     expected = searched_naively(text)
     assert (chances(continuations)[1] > 0) == bool(expected)
@@ -47,7 +47,7 @@ def test_continues_the_latest_of_the_longest_matches(text):
 @settings(max_examples=100, deadline=None)
 @given(text=tokens, steps=st.lists(tokens, max_size=6), shares=st.booleans())
 def test_chances_fall_from_one_and_stay_proper(text, steps, shares):
-    continuations = NgramContinuations(2, LONGEST)
+    continuations = NgramDrafter(2, LONGEST)
     for more in [[], *steps]:
         text = text + more
         update(continuations, text, shares=shares)
@@ -61,7 +61,7 @@ def test_learns_from_every_emitted_token_whoever_drafted_it():
     wandering = [token for new in range(4, 20) for token in (1, 2, 3, new)]
     shown = {}
     for name, text in (("repeating", repeating), ("wandering", wandering)):
-        continuations = NgramContinuations(1, LONGEST)
+        continuations = NgramDrafter(1, LONGEST)
         for end in range(8, len(text) - 1):
             update(continuations, text[:end])
         update(continuations, text[: len(text) - 1])  # behind a match of three tokens
@@ -72,10 +72,10 @@ def test_learns_from_every_emitted_token_whoever_drafted_it():
 
 def test_one_request_teaches_the_others_unless_it_may_not():
     text = [1, 2, 3] * 30
-    fresh = NgramContinuations(2, LONGEST)
+    fresh = NgramDrafter(2, LONGEST)
     update(fresh, text[:9], slot=1)
     for shares in (True, False):
-        continuations = NgramContinuations(2, LONGEST)
+        continuations = NgramDrafter(2, LONGEST)
         for end in range(8, len(text)):
             update(continuations, text[:end], shares=shares)
         update(continuations, text[:9], slot=1)
@@ -86,19 +86,19 @@ def test_one_request_teaches_the_others_unless_it_may_not():
 
 def test_a_new_request_in_a_slot_starts_afresh():
     text = [1, 2, 3] * 30
-    continuations = NgramContinuations(2, LONGEST)
+    continuations = NgramDrafter(2, LONGEST)
     for end in range(8, len(text)):
         update(continuations, text[:end], shares=False)
     continuations.reset(np.array([0]))
     assert chances(continuations)[1:] == [0.0] * LONGEST
-    untouched = NgramContinuations(2, LONGEST)
+    untouched = NgramDrafter(2, LONGEST)
     for other in (continuations, untouched):
         update(other, text[:9])
     assert chances(continuations) == chances(untouched)
 
 
 def test_a_text_is_searched_no_further_back_than_the_limit():
-    continuations = NgramContinuations(1, LONGEST)
+    continuations = NgramDrafter(1, LONGEST)
     text = [7, 8, 9] + list(range(100, 40000)) + [7, 8]
     update(continuations, text)
     assert chances(continuations)[1] == 0.0
@@ -106,7 +106,7 @@ def test_a_text_is_searched_no_further_back_than_the_limit():
 
 @pytest.mark.parametrize("length", [1, 2])
 def test_a_text_too_short_to_repeat_has_no_continuation(length):
-    continuations = NgramContinuations(1, LONGEST)
+    continuations = NgramDrafter(1, LONGEST)
     update(continuations, list(range(length)))
     assert chances(continuations)[1:] == [0.0] * LONGEST
 
@@ -116,7 +116,7 @@ def test_texts_that_repeat_nothing_are_told_from_texts_that_do():
     repeating = [1, 2, 3] * 60
     novel = list(range(100, 1900))
     novel[9::10] = [100] * 180  # stood there before, and is followed by something else each time
-    continuations = NgramContinuations(2, LONGEST)
+    continuations = NgramDrafter(2, LONGEST)
     believed = []
     for end in range(8, len(repeating)):
         update(continuations, repeating[:end])

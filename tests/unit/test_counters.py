@@ -1,6 +1,6 @@
 """The counters that every table and metric is made from."""
 
-from vllm_eesd.stats import DraftStats, Round
+from vllm_eesd.round.counters import DraftStats, Round
 
 
 def test_positions_are_counted_unconditionally():
@@ -8,7 +8,7 @@ def test_positions_are_counted_unconditionally():
     stats.count("a", draft=[1, 2, 3], emitted=[1, 2, 9])  # two accepted
     stats.count("a", draft=[4], emitted=[4, 5])  # all accepted
     stats.count("b", draft=[], emitted=[7])
-    stats.count_copied(1, 1)
+    stats.count_ngrams(1, 1)
     assert stats.as_dict() == {
         "rounds": 3,
         "drafted": 4,
