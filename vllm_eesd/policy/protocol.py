@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -61,14 +61,12 @@ class DraftLengthPolicy:
         costs: what steps cost; a default model when None.
         calibration: what confidences mean; an empty table when None.
     Attributes:
-        ARGS: names allowed in `policy_args`.
         needs_confidence: whether `more` wants the confidence of the last drafted token.
         uses_ngrams: whether `take_ngrams` may return anything but zeros.
         keyed_by_lora: whether requests of different LoRA adapters start from different learned priors.
         state_file: where learned state is kept over restarts; None: nowhere.
     """
 
-    ARGS: ClassVar[tuple[str, ...]] = ()
     needs_confidence: bool = False
     uses_ngrams: bool = False
     keyed_by_lora: bool = False
