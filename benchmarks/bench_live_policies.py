@@ -4,9 +4,9 @@
     python -P benchmarks/make_random_target.py build/random_135m   # nothing to predict, at a real model's step
     python -P benchmarks/bench_live_policies.py build/random_135m --workloads random_tokens --lengths "" [...]
 
-Two engines run side by side: plain vLLM, and EESD, which is switched from policy to policy (`eesd_use_policy`);
-requests limit their drafts (`eesd_max_draft_tokens`; `off` is `eesd_enabled: false`). Methods take turns within a round;
-ratios are paired by round.
+Two engines run side by side: plain vLLM, and EESD, switched from policy to policy by `eesd_use_policy`; requests limit
+their drafts (`eesd_max_draft_tokens`; `off` is `eesd_enabled: false`). Methods take turns within a round; ratios are
+paired by round.
 A request that ends makes room for the next, so that a batch stays full: a run's last requests are not what is measured.
 Random tokens are sampled at a temperature at which nothing can be predicted: drafting never pays there.
 """
