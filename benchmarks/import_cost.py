@@ -18,7 +18,7 @@ from typing import Any
 _REPORT = "import json, sys, time; began = time.perf_counter()\n{code}\nspent = time.perf_counter() - began\n"
 _REPORT += "sys.stdout.flush(); print(); print(json.dumps([spent, sorted(sys.modules)]))"
 HELP = """
-sys.argv = ["vllm", "serve", "--help"]
+sys.argv = ["vllm", "--help"]
 from vllm.entrypoints.cli.main import main
 try:
     main()
@@ -66,7 +66,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--engine", metavar="MODEL", help="directory of a model to start a plain engine of")
     args = parser.parse_args()
-    cases = {"vllm serve --help": HELP, "loading plugins": LOAD}
+    cases = {"vllm --help": HELP, "loading plugins": LOAD}
     if args.engine:
         cases["a plain engine, in this process"] = ENGINE.format(model=args.engine)
     for name, code in cases.items():
