@@ -152,6 +152,7 @@ class EarlyExitSpeculator(DraftSteps):
             self.rounds.admit(slots, new_requests)
         except Exception as error:
             self._survive(error)
+            self.rounds.max_model_len = self.max_model_len
 
     def draft_lengths(self, req_ids: list[str]) -> list[int]:
         """Return the length of each request's current draft; 0 for those that have ended."""

@@ -41,7 +41,9 @@ class Rounds:
         self.requests = RunningRequests(max_num_reqs, config.num_speculative_tokens, self.policy)
         #: [max_num_reqs] int64, length of each slot's current draft.
         self.num_drafted = np.zeros(max_num_reqs, dtype=np.int64)
-        self._max_model_len, self._device = max_model_len, device
+        self._device = device
+        #: vLLM may shorten it until its KV cache is allocated.
+        self.max_model_len = max_model_len
         self._samples_drafts = config.eesd.draft_sample_method == "probabilistic"
         self._num_tokens = np.zeros(max_num_reqs, dtype=np.int64)
         self._generation = np.zeros(max_num_reqs, dtype=np.int64)
@@ -74,7 +76,7 @@ class Rounds:
 
     def _admit(self) -> None:
         slots = sorted(self._not_admitted)
-        self.requests.admit(np.array(slots), [self._requested[slot] for slot in slots], self._max_model_len)
+        self.requests.admit(np.array(slots), [self._requested[slot] for slot in slots], self.max_model_len)
         self._not_admitted.clear()
 
     def start_afresh(self) -> None:
