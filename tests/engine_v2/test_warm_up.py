@@ -89,7 +89,7 @@ def test_kernels_are_compiled_before_the_worker_warms_up_and_costs_timed_after()
     speculator = SimpleNamespace(
         warm_up=lambda runner: calls.append("compile"), profile_costs=lambda runner: calls.append("time")
     )
-    runner = SimpleNamespace(req_states=SimpleNamespace(eesd_speculator=speculator))
+    runner = SimpleNamespace(req_states=SimpleNamespace(eesd_speculator=lambda: speculator))
     wrapped = _wrap_compile_or_warm_up_model(lambda worker: calls.append("vLLM's warm-up") or "times")
     assert wrapped(SimpleNamespace(model_runner=runner)) == "times"
     assert calls == ["compile", "vLLM's warm-up", "time"]

@@ -12,7 +12,7 @@ from vllm.forward_context import (
 from vllm.logger import init_logger
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import (
-    MergedColumnParallelLinear,
+    QKVParallelLinear,
     ReplicatedLinear,
     UnquantizedLinearMethod,
 )
@@ -35,10 +35,10 @@ __all__ = [
     "CommonAttentionMetadata",
     "LogitBiasLogitsProcessor",
     "LogitsProcessor",
-    "MergedColumnParallelLinear",
     "MinPLogitsProcessor",
     "MinTokensLogitsProcessor",
     "ParallelLMHead",
+    "QKVParallelLinear",
     "RMSNorm",
     "ReplicatedLinear",
     "SamplerOutput",

@@ -12,7 +12,7 @@ import torch
 from vllm_eesd.host.round_setup import agree_on_times, build_policy_of, open_trace
 from vllm_eesd.host.running_requests import NewRequest, RunningRequests
 from vllm_eesd.host.speculative import EESDSpeculativeConfig
-from vllm_eesd.host.v2_lag import Judged, Lagged, RoundTimes
+from vllm_eesd.host.v2_lag import ConfidenceCopies, Drafted, Judged, Lagged, RoundTimes
 from vllm_eesd.host.v2_trace import pending_verdict
 from vllm_eesd.policy import DraftLengthPolicy, Outcome
 from vllm_eesd.round.counters import DraftStats
@@ -39,30 +39,35 @@ class Rounds:
     def __init__(
         self, config: EESDSpeculativeConfig, max_num_reqs: int, max_model_len: int, device: torch.device
     ) -> None:
+        self._config, self._max_num_reqs = config, max_num_reqs
         self.stats = DraftStats(config.num_speculative_tokens)
         self._pending = PendingDrafts(max_num_reqs)
         #: [max_num_reqs] int64, length of each slot's current draft.
         self.num_drafted = self._pending.lengths
         self._agree_on_times = agree_on_times(SHARE_TIMES_EVERY)
-        self._max_model_len, self._device = max_model_len, device
+        self._device = device
+        #: vLLM may shorten it until its KV cache is allocated.
+        self.max_model_len = max_model_len
         self._samples_drafts = config.eesd.draft_sample_method == "probabilistic"
         self._num_tokens = np.zeros(max_num_reqs, dtype=np.int64)
         self._generation = np.zeros(max_num_reqs, dtype=np.int64)
         self._has_grammar = np.zeros(max_num_reqs, dtype=bool)
-        #: What the requests of all slots ever used asked for, and the slots whose policy does not know it yet.
-        self._requested: dict[int, NewRequest] = {}
-        self._not_admitted: set[int] = set()
         self.round_trace = open_trace(config)
         #: False while the worker warms up: its requests are made up, and its steps wait for compilers.
         self.learns = True
         self._began_s = time.perf_counter()
-        self._forget_steps()
-        self.use_policy(build_policy_of(config, max_num_reqs))
+        self.forget_requests()
+
+    def forget_requests(self) -> None:
+        """Begin with a new policy that has met no request: those of the worker's warm-up are made up."""
+        #: What the requests of all slots ever used asked for, and the slots whose policy does not know it yet.
+        self._requested: dict[int, NewRequest] = {}
+        self.use_policy(build_policy_of(self._config, self._max_num_reqs))
 
     def use_policy(self, policy: DraftLengthPolicy) -> None:
         """Choose draft lengths by this policy from now on; requests that run start from its prior."""
         self.policy = policy
-        self.requests = RunningRequests(len(self.num_drafted), self.stats.num_speculative_tokens, policy)
+        self.requests = RunningRequests(self._max_num_reqs, self._config.num_speculative_tokens, policy)
         self._learner = Learner(policy, self.stats, self._agree_on_times)
         self.start_afresh()
 
@@ -84,7 +89,7 @@ class Rounds:
 
     def _admit(self) -> None:
         slots = sorted(self._not_admitted)
-        self.requests.admit(np.array(slots), [self._requested[slot] for slot in slots], self._max_model_len)
+        self.requests.admit(np.array(slots), [self._requested[slot] for slot in slots], self.max_model_len)
         self._not_admitted.clear()
 
     def start_afresh(self) -> None:
@@ -99,6 +104,8 @@ class Rounds:
 
     def _forget_steps(self) -> None:
         self._lagged = Lagged(len(self.num_drafted), self._device)
+        self._copies = ConfidenceCopies((len(self.num_drafted), self._config.num_speculative_tokens), self._device)
+        self._drafted: Drafted | None = None
         self._times: RoundTimes | None = None
 
     def begin(
@@ -136,8 +143,10 @@ class Rounds:
         self._began_s = time.perf_counter()
         generations = self._generation[slots]
         no_rows = np.zeros(0, dtype=np.int64)
+        drafted, self._drafted = self._drafted, None
+        num_tokens = input_batch.num_tokens
         judged = Judged(
-            slots, generations, decoded, verified, drafts.confidences, no_rows, input_batch.num_tokens, times
+            slots, generations, decoded, verified, drafts.confidences, no_rows, num_tokens, times, drafted
         )
         old = self._lagged.push(judged, num_sampled)
         if old is not None:
@@ -184,6 +193,16 @@ class Rounds:
         self._round.tell(confidence[self._round.rows])
         self._pending.keep(self._round)
 
+    def end(self, confidences: torch.Tensor) -> None:
+        """The round's draft steps are on their way: have their confidences copied, to be read with the verdict.
+
+        Args:
+            confidences: [num_reqs, K] float32 on the device.
+        """
+        copied = self._copies.copy(confidences)
+        slots = self._round.slots
+        self._drafted = Drafted(slots, self._generation[slots], self.lengths, copied, self.waits_for_confidence)
+
     def pause(self) -> None:
         """A step ran that was not a round: the time around it says nothing."""
         self._times = None
@@ -197,6 +216,8 @@ class Rounds:
         self._num_tokens[judged.slots[here]] += judged.num_sampled[here]
         if not self.learns:
             return
+        if judged.drafted is not None:
+            self.stats.count_not_finite(judged.drafted.num_not_finite())
         decoded = judged.decoded & (judged.num_sampled > 0)
         for row in np.flatnonzero(decoded):
             self.stats.count_lengths(int(judged.num_verified[row]), int(judged.num_sampled[row]) - 1)
@@ -209,7 +230,8 @@ class Rounds:
             slots = judged.slots[rows]
             no_ngrams = np.zeros(len(rows), dtype=bool)
             shared = self.requests.updates_shared_prior[slots]
-            self._learner.learn(Outcome(slots, verified[rows], accepted, judged.confidences[rows], no_ngrams, shared))
+            confidences = judged.known_confidences()[rows]
+            self._learner.learn(Outcome(slots, verified[rows], accepted, confidences, no_ngrams, shared))
         self._learn_costs(judged, all_decoded=bool(decoded.all()))
 
     def _trace(

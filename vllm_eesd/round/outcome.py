@@ -84,7 +84,7 @@ class Learner:
             costs.observe_draft_round(*times.draft_round)
         if times.decision is not None:
             costs.observe_decision(*times.decision)
-        if times.verify_ms is None:
+        if times.verify_ms is None or not times.num_reqs:
             return
         costs.observe_verify(times.num_reqs, times.num_tokens, times.verify_ms)
         plain_ms = float(costs.verify_curve(times.num_reqs, 0)[0]) * times.num_emitted / times.num_reqs
