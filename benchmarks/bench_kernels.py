@@ -22,7 +22,10 @@ import kernel_peers
 import torch
 from harness import append, copy_gb_per_s, measure, rotations, rows
 from torch.nn import functional as F
-from vllm_eesd.kernels import for_device, reference
+from vllm_eesd.kernels.cpu.exit_head import Sampling
+from vllm_eesd.kernels.cpu.rejection import rejection as reference
+
+from vllm_eesd import kernels
 
 RESULTS = Path(__file__).resolve().parent / "results"
 BATCHES = (1, 4, 16, 32, 64, 128, 256)
@@ -70,14 +73,13 @@ def torch_confidences(hidden_states, norm_weight, weight):
 
 def bench_exit_head(vocab_size: int, hidden_size: int, batch: int, options) -> list[dict]:
     dtype, device = options.dtype, options.device
-    kernels = for_device(device)
     num_bytes = (vocab_size + batch) * hidden_size * dtype.itemsize
     inputs = []
     for _ in range(rotations(num_bytes)):
         hidden_states = torch.randn(batch, hidden_size, device=device, dtype=dtype)
         weight = torch.randn(vocab_size, hidden_size, device=device, dtype=dtype) * hidden_size**-0.5
         inputs.append((hidden_states, torch.ones(hidden_size, device=device, dtype=dtype), weight))
-    sampling = reference.Sampling(
+    sampling = Sampling(
         torch.ones(batch, device=device),
         torch.arange(batch, device=device),
         torch.arange(batch, device=device),
@@ -146,12 +148,11 @@ def bench_rejection(vocab_size: int, batch: int, options) -> list[dict]:
     device, found = options.device, []
     num_bytes = batch * (NUM_DRAFTS + 1) * vocab_size * options.dtype.itemsize
     sets = [(verification(vocab_size, batch, device, options.dtype),) for _ in range(rotations(num_bytes))]
-    kernels = for_device(device)
     shape = {"vocab_size": vocab_size, "hidden_size": 0, "batch": batch, "dtype": str(options.dtype)}
     for way, sampled in (("greedy", False), ("sampled", True)):
         ours = partial(verify, kernels.rejection, sampled=sampled)
         if device == "cuda":
-            expected = verify(reference.rejection, *sets[0], sampled=sampled)
+            expected = verify(reference, *sets[0], sampled=sampled)
             assert torch.equal(ours(*sets[0]).sampled, expected.sampled), "rejection differs from its reference"
         methods = {"ours": ours}
         peers = kernel_peers.rejection(device, sampled, NUM_DRAFTS, batch)
@@ -163,7 +164,6 @@ def bench_rejection(vocab_size: int, batch: int, options) -> list[dict]:
 
 def bench_kv_fill(batch: int, options) -> list[dict]:
     device, dtype = options.device, options.dtype
-    kernels = for_device(device)
     num_bytes = 4 * batch * NUM_KV_HEADS * HEAD_SIZE * dtype.itemsize
     cos_sin_cache = torch.randn(4096, HEAD_SIZE, device=device).to(dtype)
     inputs = []

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from vllm_eesd.kernels import choose_tokens, exit_head, kv_fill, rejection, rejection_statistics
+from vllm_eesd.kernels.gpu import choose_tokens, exit_head, kv_fill, rejection, rejection_statistics
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "kernels.md"

@@ -9,7 +9,7 @@ import exact_distribution as exact
 import numpy as np
 import pytest
 import torch
-from vllm_eesd.kernels import rejection_reference
+from vllm_eesd.kernels.cpu import rejection as rejection_reference
 
 from vllm_eesd.config import EESDConfig
 from vllm_eesd.host import circuit_breaker, verification

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from vllm_eesd.kernels.reference import rejection
+from vllm_eesd.kernels.cpu.rejection import rejection
 
 from vllm_eesd.host.draft_sampling import DraftSampling
 from vllm_eesd.host.verification import keep_while_equal, only_temperature

@@ -45,7 +45,7 @@ def test_a_spill_would_be_seen():
 
 
 def test_every_kernel_is_compiled():
-    from vllm_eesd.kernels import choose_tokens, exit_head, kv_fill, rejection, rejection_statistics
+    from vllm_eesd.kernels.gpu import choose_tokens, exit_head, kv_fill, rejection, rejection_statistics
 
     defined = {
         name

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from vllm_eesd.kernels.reference import Sampling, choose_tokens, exit_head, exit_head_partials, merge_partials
+from vllm_eesd.kernels.cpu.exit_head import Sampling, choose_tokens, exit_head, exit_head_partials, merge_partials
 
 # float32 sums over a vocabulary, relative to the value; about 40 units in the last place.
 SUM_TOLERANCE = 5e-6
@@ -152,7 +152,7 @@ def test_a_temperature_without_noise_is_refused():
 @pytest.mark.parametrize("vocab_size", [1, 2, 130, 10922, 10923, 20000, 151937])
 def test_long_rows_are_reduced_as_short_ones(vocab_size):
     """Both sides of the two-level reductions' threshold, with ties, with the maximum in the last, short block."""
-    from vllm_eesd.kernels.row_reductions import row_argmax, row_choice, row_top2
+    from vllm_eesd.kernels.cpu.row_reductions import row_argmax, row_choice, row_top2
 
     g = torch.Generator().manual_seed(0)
     values = torch.randint(-9, 9, (3, vocab_size), generator=g).float()

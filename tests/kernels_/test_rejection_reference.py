@@ -5,7 +5,7 @@ import sys
 
 import pytest
 import torch
-from vllm_eesd.kernels.reference import rejection
+from vllm_eesd.kernels.cpu.rejection import rejection
 
 BLOCK_SIZE = 4
 

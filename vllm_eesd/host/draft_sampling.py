@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_eesd.kernels.reference import Sampling, choose_tokens
+from vllm_eesd.kernels.cpu.exit_head import Sampling, choose_tokens
 
 
 class DraftSampling:

@@ -22,7 +22,7 @@ from vllm_eesd.host.compat import (
 from vllm_eesd.host.draft_step import DYNAMIC, DraftLayers
 from vllm_eesd.host.kernel_choice import Timer, Timing
 from vllm_eesd.host.layer_call import is_plain_norm, summed
-from vllm_eesd.kernels import exit_head as exit_head_kernel
+from vllm_eesd.kernels.gpu import exit_head as exit_head_kernel
 
 
 def exit_head(

@@ -16,7 +16,7 @@ from vllm_eesd.host.compat import (
     SpecDecodeMetadata,
 )
 from vllm_eesd.host.draft_sampling import DraftSampling
-from vllm_eesd.kernels.reference import rejection
+from vllm_eesd.kernels.cpu.rejection import rejection
 
 #: vLLM's own logits processors, and where each keeps what requests asked of it: empty, it changes nothing.
 PROCESSOR_STATE = {

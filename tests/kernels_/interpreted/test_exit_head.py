@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from vllm_eesd.kernels import reference
-from vllm_eesd.kernels.exit_head import (
+from vllm_eesd.kernels.cpu import exit_head as reference
+from vllm_eesd.kernels.gpu.exit_head import (
     CUBLAS_FROM,
     Sampling,
     choose_tokens,

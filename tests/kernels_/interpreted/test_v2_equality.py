@@ -7,9 +7,9 @@ import pytest
 import torch
 import triton
 from triton.language import core
-from vllm_eesd.kernels import noise_reference
-from vllm_eesd.kernels.exit_head import Sampling, choose_tokens
-from vllm_eesd.kernels.rejection import rejection
+from vllm_eesd.kernels.cpu import noise as noise_reference
+from vllm_eesd.kernels.gpu.exit_head import Sampling, choose_tokens
+from vllm_eesd.kernels.gpu.rejection import rejection
 
 NUM_DRAFTS = [0, 1, 3, 4, 2, 4, 4, 0]
 K = 4
@@ -114,7 +114,7 @@ def test_drafted_tokens_equal_v2s(v2, device):
 def test_one_other_constant_would_be_noticed(v2, device, monkeypatch):
     """The comparison is of single tokens, so noise that is merely as good does not pass."""
     monkeypatch.setattr(noise_reference, "DRAFT_SALT", 1 << 29)
-    from vllm_eesd.kernels import reference
+    from vllm_eesd.kernels.cpu import exit_head as reference
 
     logits = torch.zeros(8, 500)
     seeds, positions = torch.arange(8), torch.arange(8)

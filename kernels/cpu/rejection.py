@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .noise_reference import gumbel, philox_uniform
+from .noise import gumbel, philox_uniform
 from .row_reductions import row_argmax, row_choice
 
 # The bookkeeping per request is some forty operations on a few integers. On a CPU torch takes longer to dispatch them

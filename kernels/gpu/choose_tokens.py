@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .exit_head_reference import DraftTokens, Sampling
+from ..cpu.exit_head import DraftTokens, Sampling
 from .noise import DRAFT_SALT, gumbel
 
 # Logits a program of `_choose_kernel` looks at: enough to hide a load's latency, few enough to stay in registers.
@@ -222,5 +222,5 @@ def choose_tokens(
     confidence: bool = False,
     entropy: bool = False,
 ) -> DraftTokens:
-    """Return what `exit_head` makes of logits that are there already; see `exit_head_reference.choose_tokens`."""
+    """Return what `exit_head` makes of logits that are there already; see `cpu.exit_head.choose_tokens`."""
     return named(*choose(logits, sampling, d2t, 0), confidence, entropy)

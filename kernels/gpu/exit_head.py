@@ -17,8 +17,8 @@ import triton
 import triton.language as tl
 from torch.nn import functional as F
 
+from ..cpu.exit_head import DraftTokens, Partials, Sampling, merge_partials, store_logits
 from .choose_tokens import choose, choose_tokens, named, reduce_tiles, sampling_arguments, tile_statistics, workspace
-from .exit_head_reference import DraftTokens, Partials, Sampling, merge_partials, store_logits
 
 __all__ = ["DraftTokens", "Partials", "Sampling", "choose_tokens", "exit_head", "exit_head_partials", "merge_partials"]
 
@@ -202,7 +202,7 @@ def exit_head(
     confidence: bool = False,
     entropy: bool = False,
 ) -> DraftTokens:
-    """Return one drafted token per row; see `exit_head_reference.exit_head`."""
+    """Return one drafted token per row; see `cpu.exit_head.exit_head`."""
     merged, best = _merged(hidden_states, weight, norm_weight, eps, weight_scale, sampling, d2t, 0, logits_out)
     return named(merged, best, confidence, entropy)
 
@@ -219,7 +219,7 @@ def exit_head_partials(
     first_token_id: int = 0,
     logits_out: torch.Tensor | None = None,
 ) -> Partials:
-    """Return `exit_head`'s result over one shard of the vocabulary; see `exit_head_reference.exit_head_partials`."""
+    """Return `exit_head`'s result over one shard of the vocabulary; see `cpu.exit_head.exit_head_partials`."""
     merged, best = _merged(
         hidden_states, weight, norm_weight, eps, weight_scale, sampling, d2t, first_token_id, logits_out
     )

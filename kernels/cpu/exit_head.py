@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional as F
 
-from .noise_reference import gumbel
+from .noise import gumbel
 from .row_reductions import row_argmax, row_choice, row_top2
 
 

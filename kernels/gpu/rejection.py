@@ -17,8 +17,8 @@ import torch
 import triton
 import triton.language as tl
 
+from ..cpu.rejection import Verified
 from .noise import gumbel, uniform
-from .rejection_reference import Verified
 from .rejection_statistics import (
     MASS,
     STATISTICS_BLOCK,
@@ -287,7 +287,7 @@ def rejection(
     block_size: int = 0,
     block_verification: bool = False,
 ) -> Verified:
-    """Return the tokens the target emits; see `rejection_reference.rejection`.
+    """Return the tokens the target emits; see `cpu.rejection.rejection`.
 
     Raises:
         ValueError: a temperature without noise, or with uniforms alone: a choice by inverting a sum is the CPU's.
