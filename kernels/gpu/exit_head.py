@@ -1,11 +1,11 @@
 """Norm, LM head and the choice of a token in one pass over the LM head's weight.
 
-    logits = (norm_weight * x / rms(x)) @ weight.T,  token = argmax(logits)  or  argmax(logits / T + Gumbel noise)
+    logits = (norm_weight * x / rms(x)) @ weight.T,  token = argmax(logits),  probability = softmax(logits)[token]
 
-Grid of `_exit_head_kernel`: (vocabulary tiles, row tiles). A program multiplies its tile of the weight with its rows,
-sums their squares on the way (rms is a factor of the whole row, so the product need not wait for it), and writes five
-statistics and one token id per row; `choose_tokens.py` has what computes and merges them. Two launches. The logits
-reach memory only if asked for. Bytes: vocab_size * hidden_size * (bytes of the weight) + small change.
+Grid of `_exit_head_kernel`: (vocabulary tiles, row tiles). A program multiplies its tile of the weight with its rows
+and sums their squares on the way: rms is a factor of the whole row, so the product need not wait for it. It writes
+three numbers per row, which `choose_tokens.py` computes and merges. Two launches. The logits reach memory only if
+asked for. Bytes: vocab_size * hidden_size * (bytes of the weight) + small change.
 
 From `CUBLAS_FROM` rows on, the product is compute-bound: torch multiplies, and `_choose_kernel` reads the logits.
 """
@@ -17,10 +17,10 @@ import triton
 import triton.language as tl
 from torch.nn import functional as F
 
-from ..cpu.exit_head import DraftTokens, Partials, Sampling, merge_partials, store_logits
-from .choose_tokens import choose, choose_tokens, named, reduce_tiles, sampling_arguments, tile_statistics, workspace
+from ..cpu.exit_head import DraftTokens
+from .choose_tokens import choose_tokens, reduce_tiles, tile_statistics, workspace
 
-__all__ = ["DraftTokens", "Partials", "Sampling", "choose_tokens", "exit_head", "exit_head_partials", "merge_partials"]
+__all__ = ["choose_tokens", "exit_head"]
 
 # Rows from which cuBLAS and a reduction are taken instead. Assumed: not yet measured on a GPU.
 CUBLAS_FROM = 128
@@ -41,6 +41,10 @@ def tiles(num_tokens: int, weight_bytes: int) -> Tiles:
 
     Small batches are bound by memory: many bytes in flight, a weight tile read once. float32 multiplies without tensor
     cores, where the accumulator must leave registers for both operands.
+
+    Args:
+        num_tokens: rows.
+        weight_bytes: of one weight, 2 or 4.
     """
     if num_tokens == 1:
         return Tiles(1, 32, 1024 // (4 * weight_bytes), 4, 2)
@@ -58,22 +62,14 @@ def _exit_head_kernel(
     weight_ptr,  # [vocab_size, hidden_size]
     weight_stride,
     norm_weight_ptr,  # [hidden_size] or None
-    weight_scale_ptr,  # [vocab_size] or None
-    logits_out_ptr,  # [num_tokens, target's vocab_size] or None
+    logits_out_ptr,  # [num_tokens, vocab_size] or None
     logits_out_stride,
-    d2t_ptr,
-    temperature_ptr,
-    seeds_ptr,
-    positions_ptr,
-    exponentials_ptr,
-    exponentials_stride,
-    idx_mapping_ptr,
-    statistics_ptr,  # [vocabulary tiles, num_tokens, 5]
-    token_ids_ptr,  # [vocabulary tiles, num_tokens]
+    maxima_ptr,
+    sums_ptr,
+    columns_ptr,
     num_tokens,
     vocab_size,
     hidden_size,
-    first_token_id,
     eps,
     BLOCK_T: tl.constexpr,
     BLOCK_V: tl.constexpr,
@@ -106,87 +102,18 @@ def _exit_head_kernel(
             product = w.to(tl.float32) * tl.reshape(wide, [1, BLOCK_H])
             logits += tl.sum(product, axis=1)[:, None]
         else:
-            logits = tl.dot(w.to(x.dtype), wide.to(x.dtype), acc=logits, input_precision="ieee", out_dtype=tl.float32)
+            logits = tl.dot(w, wide.to(x.dtype), acc=logits, input_precision="ieee", out_dtype=tl.float32)
     if norm_weight_ptr is not None:
         logits *= tl.rsqrt(squares / hidden_size + eps)[None, :]
-    if weight_scale_ptr is not None:
-        logits *= tl.load(weight_scale_ptr + columns, mask=column_mask, other=0.0)[:, None]
     rounded = logits.to(hidden_ptr.dtype.element_ty)
     if logits_out_ptr is not None:
-        targets = columns + first_token_id
-        if d2t_ptr is not None:
-            targets = tl.load(d2t_ptr + columns, mask=column_mask, other=0)
         tl.store(
-            logits_out_ptr + tokens[None, :] * logits_out_stride + targets[:, None],
+            logits_out_ptr + tokens[None, :] * logits_out_stride + columns[:, None],
             rounded.to(logits_out_ptr.dtype.element_ty),
             mask=token_mask[None, :] & column_mask[:, None],
         )
-    tile_statistics(
-        tl.where(column_mask[:, None], rounded.to(tl.float32), float("-inf")),
-        columns,
-        tokens,
-        token_mask,
-        d2t_ptr,
-        temperature_ptr,
-        seeds_ptr,
-        positions_ptr,
-        exponentials_ptr,
-        exponentials_stride,
-        idx_mapping_ptr,
-        statistics_ptr,
-        token_ids_ptr,
-        num_tokens,
-        vocab_size,
-        first_token_id,
-    )
-
-
-def _launch(
-    hidden_states, weight, norm_weight, eps, weight_scale, sampling, d2t, first_token_id, logits_out
-) -> tuple[torch.Tensor, torch.Tensor]:
-    assert hidden_states.stride(-1) == 1 and weight.stride(-1) == 1
-    (num_tokens, hidden_size), vocab_size = hidden_states.shape, weight.shape[0]
-    block_t, block_v, block_h, num_warps, num_stages = tiles(num_tokens, weight.element_size())
-    grid = (triton.cdiv(vocab_size, block_v), triton.cdiv(num_tokens, block_t))
-    statistics, token_ids = workspace(hidden_states, grid[0], num_tokens)
-    _exit_head_kernel[grid](
-        hidden_states,
-        hidden_states.stride(0),
-        weight,
-        weight.stride(0),
-        norm_weight,
-        weight_scale,
-        logits_out,
-        0 if logits_out is None else logits_out.stride(0),
-        d2t,
-        *sampling_arguments(sampling, num_tokens),
-        statistics,
-        token_ids,
-        num_tokens,
-        vocab_size,
-        hidden_size,
-        first_token_id,
-        eps,
-        BLOCK_T=block_t,
-        BLOCK_V=block_v,
-        BLOCK_H=block_h,
-        num_warps=num_warps,
-        num_stages=num_stages,
-    )
-    return reduce_tiles(statistics, token_ids)
-
-
-def _merged(
-    hidden_states, weight, norm_weight, eps, weight_scale, sampling, d2t, first_token_id, logits_out
-) -> tuple[torch.Tensor, torch.Tensor]:
-    if len(hidden_states) < CUBLAS_FROM or weight_scale is not None:
-        return _launch(hidden_states, weight, norm_weight, eps, weight_scale, sampling, d2t, first_token_id, logits_out)
-    if norm_weight is not None:
-        hidden_states = F.rms_norm(hidden_states, norm_weight.shape, norm_weight, eps)
-    logits = F.linear(hidden_states, weight)
-    if logits_out is not None:
-        store_logits(logits_out, logits, d2t, first_token_id)
-    return choose(logits, sampling, d2t, first_token_id)
+    judged = tl.where(column_mask[:, None], rounded.to(tl.float32), float("-inf"))
+    tile_statistics(judged, tokens, token_mask, maxima_ptr, sums_ptr, columns_ptr, num_tokens)
 
 
 def exit_head(
@@ -195,32 +122,39 @@ def exit_head(
     *,
     norm_weight: torch.Tensor | None = None,
     eps: float = 1e-6,
-    weight_scale: torch.Tensor | None = None,
-    sampling: Sampling | None = None,
     d2t: torch.Tensor | None = None,
     logits_out: torch.Tensor | None = None,
-    confidence: bool = False,
-    entropy: bool = False,
 ) -> DraftTokens:
-    """Return one drafted token per row; see `cpu.exit_head.exit_head`."""
-    merged, best = _merged(hidden_states, weight, norm_weight, eps, weight_scale, sampling, d2t, 0, logits_out)
-    return named(merged, best, confidence, entropy)
-
-
-def exit_head_partials(
-    hidden_states: torch.Tensor,
-    weight: torch.Tensor,
-    *,
-    norm_weight: torch.Tensor | None = None,
-    eps: float = 1e-6,
-    weight_scale: torch.Tensor | None = None,
-    sampling: Sampling | None = None,
-    d2t: torch.Tensor | None = None,
-    first_token_id: int = 0,
-    logits_out: torch.Tensor | None = None,
-) -> Partials:
-    """Return `exit_head`'s result over one shard of the vocabulary; see `cpu.exit_head.exit_head_partials`."""
-    merged, best = _merged(
-        hidden_states, weight, norm_weight, eps, weight_scale, sampling, d2t, first_token_id, logits_out
+    """Return one drafted token per row with its probability; see `cpu.exit_head.exit_head`."""
+    assert hidden_states.stride(-1) == 1 and weight.stride(-1) == 1
+    (num_tokens, hidden_size), vocab_size = hidden_states.shape, weight.shape[0]
+    if num_tokens >= CUBLAS_FROM:
+        if norm_weight is not None:
+            hidden_states = F.rms_norm(hidden_states, norm_weight.shape, norm_weight, eps)
+        logits = F.linear(hidden_states, weight)
+        if logits_out is not None:
+            logits_out.copy_(logits)
+        return choose_tokens(logits, d2t=d2t)
+    block_t, block_v, block_h, num_warps, num_stages = tiles(num_tokens, weight.element_size())
+    grid = (triton.cdiv(vocab_size, block_v), triton.cdiv(num_tokens, block_t))
+    written = workspace(hidden_states, grid[0], num_tokens)
+    _exit_head_kernel[grid](
+        hidden_states,
+        hidden_states.stride(0),
+        weight,
+        weight.stride(0),
+        norm_weight,
+        logits_out,
+        0 if logits_out is None else logits_out.stride(0),
+        *written,
+        num_tokens,
+        vocab_size,
+        hidden_size,
+        eps,
+        BLOCK_T=block_t,
+        BLOCK_V=block_v,
+        BLOCK_H=block_h,
+        num_warps=num_warps,
+        num_stages=num_stages,
     )
-    return Partials(best, merged[:5].T)
+    return reduce_tiles(*written, d2t)

@@ -8,7 +8,6 @@ import triton
 import triton.language as tl
 
 UNIFORM_MIN = tl.constexpr(4.6566127342e-10)  # the smallest positive number tl.rand returns
-DRAFT_SALT = tl.constexpr(1 << 30)  # keeps the draft's stream apart from the target's
 TINY = tl.constexpr(5.960464477539063e-08)  # 2**-24: 1 - u must not round to 0
 
 

@@ -50,14 +50,10 @@ def exit_head(
         weight,
         norm_weight=norm_weight,
         eps=eps,
-        # Logits would be written at the target's ids, which `DraftVocabulary.whole` does later.
-        d2t=None if with_logits else token_ids,
+        d2t=token_ids,
         logits_out=logits if with_logits else None,
-        confidence=True,
     )
-    assert drafted.top1_prob is not None
-    chosen = drafted.token_ids
-    return token_ids[chosen] if with_logits and token_ids is not None else chosen, drafted.top1_prob, logits
+    return drafted.token_ids, drafted.top1_prob, logits
 
 
 def _exit_head_fake(

@@ -88,11 +88,11 @@ def verify(
         logits,
         draft_sampled,
         cu_num_logits,
-        positions,
         rejection_sampler.num_speculative_steps,
         temperature=states.temperature.gpu,
         draft_logits=draft_logits,
         seeds=states.seeds.gpu,
+        positions=positions,
         idx_mapping=idx_mapping,
         block_verification=rejection_sampler.use_block_verification,
     )

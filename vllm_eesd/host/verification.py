@@ -157,7 +157,6 @@ def _rejection(
         logits,
         input_token_ids,
         cu_num_logits,
-        metadata.logits_indices,  # where tokens will stand is the runner's own business
         metadata.max_spec_len,
         temperature=sampling.temperature,
         draft_logits=draft_logits,
