@@ -71,7 +71,7 @@ def exit_head_cases() -> list[Case]:
     for model in ("bf16", "fp32"):
         blocks = {"BLOCK_V": choose_tokens.CHOOSE_BLOCK}
         cases.append(Case(f"choose_tokens {model}", choose_tokens._choose_kernel, model, blocks))
-    for block, num_warps in ((64, 4), (1024, 4), (8192, 8)):
+    for block, num_warps in ((64, 4), (1024, 4), (8192, 16)):
         name = f"exit_head reduce {block}"
         cases.append(Case(name, choose_tokens._reduce_kernel, "fp32", {"BLOCK": block}, num_warps))
     return cases

@@ -96,7 +96,7 @@ def reduce_tiles(
     chosen = DraftTokens(columns.new_empty(num_tokens, dtype=torch.int64), maxima.new_empty(num_tokens))
     block = triton.next_power_of_2(num_tiles)
     _reduce_kernel[(num_tokens,)](
-        maxima, sums, columns, d2t, *chosen, num_tiles, num_tokens, BLOCK=block, num_warps=4 if block <= 1024 else 8
+        maxima, sums, columns, d2t, *chosen, num_tiles, num_tokens, BLOCK=block, num_warps=4 if block <= 1024 else 16
     )
     return chosen
 

@@ -84,11 +84,6 @@ def _exit_head_kernel(
     for start in range(0, hidden_size, BLOCK_H):
         h = start + steps
         h_mask = h < hidden_size
-        w = tl.load(
-            weight_ptr + columns[:, None] * weight_stride + h[None, :],
-            mask=column_mask[:, None] & h_mask[None, :],
-            other=0.0,
-        )
         x = tl.load(
             hidden_ptr + tokens[None, :] * hidden_stride + h[:, None],
             mask=token_mask[None, :] & h_mask[:, None],
@@ -98,6 +93,12 @@ def _exit_head_kernel(
         if norm_weight_ptr is not None:
             squares += tl.sum(wide * wide, axis=0)
             wide *= tl.load(norm_weight_ptr + h, mask=h_mask, other=0.0).to(tl.float32)[:, None]
+        # Loaded after the norm is applied: before it, one row's compiled kernel takes up to twice the registers.
+        w = tl.load(
+            weight_ptr + columns[:, None] * weight_stride + h[None, :],
+            mask=column_mask[:, None] & h_mask[None, :],
+            other=0.0,
+        )
         if BLOCK_T == 1:
             product = w.to(tl.float32) * tl.reshape(wide, [1, BLOCK_H])
             logits += tl.sum(product, axis=1)[:, None]
