@@ -34,7 +34,8 @@ setup(
     license_files=["LICENSE"],
     python_requires=">=3.11",
     # The kernels stand at the top of the source tree and are installed inside the package.
-    packages=find_packages(include=["vllm_eesd", "vllm_eesd.*"]) + ["vllm_eesd.kernels"],
+    packages=find_packages(include=["vllm_eesd", "vllm_eesd.*"])
+    + ["vllm_eesd.kernels", *(f"vllm_eesd.kernels.{shelf}" for shelf in find_packages("kernels"))],
     package_dir={"vllm_eesd.kernels": "kernels"},
     package_data={"vllm_eesd.view": ["*.html"]},
     # torch and vLLM are left to the extras: which build fits depends on the machine.

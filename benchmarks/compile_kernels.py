@@ -17,7 +17,7 @@ from typing import NamedTuple
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from vllm_eesd.kernels import choose_tokens, exit_head, kv_fill, rejection, rejection_statistics
+from vllm_eesd.kernels.gpu import choose_tokens, exit_head, kv_fill, rejection, rejection_statistics
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "kernels.md"
@@ -27,11 +27,9 @@ CUOBJDUMP = Path(triton.backends.__file__).parent / "nvidia" / "bin" / "cuobjdum
 
 # Element types of the arguments that do not depend on the model's.
 POINTERS = {
-    "fp32": "weight_scale temperature exponentials statistics merged blocks refused local_score k_scale v_scale",
-    "fp64": "uniforms",
-    "i32": "cu_num_logits argmax arrived num_sampled num_rejected observed block_table local_token",
-    "i64": "d2t seeds positions token_ids best idx_mapping draft_sampled sampled next_positions next_slots "
-    "slot_mapping",
+    "fp32": "temperature maxima sums top1_prob blocks refused local_score k_scale v_scale",
+    "i32": "cu_num_logits argmax arrived num_sampled local_token columns",
+    "i64": "d2t seeds positions token_ids idx_mapping draft_sampled sampled slot_mapping",
 }
 TYPE_OF = {f"{name}_ptr": "*" + kind for kind, names in POINTERS.items() for name in names.split()}
 
@@ -60,81 +58,43 @@ def absent(*names: str) -> dict:
     return dict.fromkeys((f"{name}_ptr" for name in names), None)
 
 
-NO_SAMPLING = absent("temperature", "seeds", "positions", "exponentials", "idx_mapping")
-SEEDED = absent("exponentials")
-DRAWN = absent("seeds", "positions")
-
-
 def exit_head_cases() -> list[Case]:
-    """Every tile size with every weight type, greedy and sampled."""
+    """Every tile size with every weight type, with and without the logits; logits alone; the merge of the tiles."""
     cases = []
-    for weight, model, weight_bytes in (
-        ("bf16", "bf16", 2),
-        ("fp16", "fp16", 2),
-        ("fp32", "fp32", 4),
-        ("fp8e4nv", "bf16", 1),
-    ):
-        for num_tokens in (1, 16, 32, 64):
-            tile = exit_head.tiles(num_tokens, weight_bytes)
+    for model, weight_bytes in (("bf16", 2), ("fp16", 2), ("fp32", 4)):
+        for tile in dict.fromkeys(exit_head.tiles(num_tokens, weight_bytes) for num_tokens in (1, 16, 32, 64)):
             blocks = {"BLOCK_T": tile.block_t, "BLOCK_V": tile.block_v, "BLOCK_H": tile.block_h}
-            scale = {} if weight == "fp8e4nv" else absent("weight_scale")
-            for way, sampling in (("greedy", NO_SAMPLING | absent("logits_out", "d2t")), ("seeded", SEEDED)):
-                name = f"exit_head {weight} {tile.block_t}x{tile.block_v}x{tile.block_h} {way}"
-                types = {"weight_ptr": f"*{weight}"}
-                case = Case(
-                    name,
-                    exit_head._exit_head_kernel,
-                    model,
-                    blocks | scale | sampling,
-                    tile.num_warps,
-                    tile.num_stages,
-                    types,
-                )
-                if name not in [other.name for other in cases]:
-                    cases.append(case)
+            for way, given in (("token", absent("logits_out")), ("logits", {})):
+                name = f"exit_head {model} {tile.block_t}x{tile.block_v}x{tile.block_h} {way}"
+                kernel, constexprs = exit_head._exit_head_kernel, blocks | given
+                cases.append(Case(name, kernel, model, constexprs, tile.num_warps, tile.num_stages))
     for model in ("bf16", "fp32"):
-        for way, sampling in (("greedy", NO_SAMPLING | absent("d2t")), ("seeded", SEEDED), ("drawn", DRAWN)):
-            blocks = {"BLOCK_V": choose_tokens.CHOOSE_BLOCK}
-            cases.append(Case(f"choose_tokens {model} {way}", choose_tokens._choose_kernel, model, blocks | sampling))
-    for block, num_warps in ((64, 4), (1024, 4), (8192, 8)):
-        cases.append(
-            Case(f"exit_head reduce {block}", choose_tokens._reduce_kernel, "fp32", {"BLOCK": block}, num_warps)
-        )
+        blocks = {"BLOCK_V": choose_tokens.CHOOSE_BLOCK}
+        cases.append(Case(f"choose_tokens {model}", choose_tokens._choose_kernel, model, blocks))
+    for block, num_warps in ((64, 4), (1024, 4), (8192, 16)):
+        name = f"exit_head reduce {block}"
+        cases.append(Case(name, choose_tokens._reduce_kernel, "fp32", {"BLOCK": block}, num_warps))
     return cases
 
 
 def rejection_cases() -> list[Case]:
-    """Greedy, one-hot and full drafts, token by token and as blocks, vocabularies of 32,000 and 152,000."""
+    """One-hot and full drafts, token by token and as blocks."""
     cases = []
-    no_draft, greedy = absent("draft_logits"), absent("draft_logits", "temperature", "seeds", "uniforms")
+    statistics = {"BLOCK": rejection_statistics.STATISTICS_BLOCK}
+    resample = {"BLOCK": rejection.RESAMPLE_BLOCK, "BLOCKS_PADDED": 256}
+    padded = {"K_PADDED": 8, "BLOCKS_PADDED": 32}
     for model in ("bf16", "fp32"):
-        for way, given in (("greedy", greedy), ("one-hot", no_draft), ("full", {})):
-            statistics = {"BLOCK": rejection_statistics.STATISTICS_BLOCK} | {
-                k: given[k] for k in given if k[:2] in ("dr", "te")
-            }
-            cases.append(
-                Case(
-                    f"rejection statistics {model} {way}", rejection_statistics.statistics_kernel, model, statistics, 8
-                )
-            )
-            blocks = {"BLOCK": rejection.RESAMPLE_BLOCK, "BLOCKS_PADDED": 256}
-            given_noise = {k: given[k] for k in given if k != "uniforms_ptr"} | absent("exponentials")
-            cases.append(
-                Case(f"rejection resample {model} {way}", rejection._resample_kernel, model, blocks | given_noise)
-            )
-            if way == "greedy":
-                verifications = (False,)
-            else:
-                verifications = (False, True)
-            for block_verification in verifications:
-                judged = "block" if block_verification else "token"
-                constexprs = {"BLOCK_SIZE": 16, "BLOCK_VERIFICATION": block_verification}
-                constexprs |= {"K_PADDED": 8, "BLOCKS_PADDED": 32} | given | absent("uniforms")
-                cases.append(
-                    Case(f"rejection accept {model} {way} {judged}", rejection._accept_kernel, model, constexprs, 1)
-                )
-        blocks = {"BLOCK": rejection_statistics.STATISTICS_BLOCK, "K_PADDED": 8, "BLOCKS_PADDED": 32}
-        cases.append(Case(f"rejection mass {model}", rejection_statistics.mass_kernel, model, blocks, 8))
+        for way, given in (("one-hot", absent("draft_logits")), ("full", {})):
+            name, kernel = f"rejection statistics {model} {way}", rejection_statistics.statistics_kernel
+            cases.append(Case(name, kernel, model, statistics | given, 8))
+            name, kernel = f"rejection resample {model} {way}", rejection._resample_kernel
+            cases.append(Case(name, kernel, model, resample | given))
+            for judged in ("token", "block"):
+                constexprs = {"BLOCK_VERIFICATION": judged == "block"} | padded | given
+                name, kernel = f"rejection accept {model} {way} {judged}", rejection._accept_kernel
+                cases.append(Case(name, kernel, model, constexprs, 1))
+        kernel = rejection_statistics.mass_kernel
+        cases.append(Case(f"rejection mass {model}", kernel, model, statistics | padded, 8))
     return cases
 
 
@@ -174,7 +134,7 @@ def compile_for(case: Case, capability: int, **options: int) -> Resources:
     Args:
         case: what to compile.
         capability: 90 for sm_90.
-        options: of Triton's compiler, besides the case's own.
+        options: of Triton's compiler, in addition to the case's own.
     """
     names = case.kernel.arg_names
     signature, attributes = {}, {}

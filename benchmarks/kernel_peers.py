@@ -9,22 +9,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch.nn import functional as F
-
-
-def exit_head(device: str, batch: int) -> dict[str, Callable]:
-    """Return sampled drafting as vLLM's V2 does it: norm, linear, Gumbel-max over the logits."""
-    if device != "cuda" or find_spec("vllm") is None:
-        return {}
-    from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
-
-    rows, temperature = torch.arange(batch, device=device), torch.ones(batch, device=device)
-
-    def sample(hidden_states, norm_weight, weight):
-        logits = F.linear(F.rms_norm(hidden_states, norm_weight.shape, norm_weight, 1e-6), weight)
-        return gumbel_sample(logits, rows, temperature, rows, rows, apply_temperature=True, is_drafting=True)
-
-    return {"vllm v2": sample}
 
 
 def rejection(device: str, sampled: bool, num_drafts: int, batch: int) -> dict[str, Callable]:

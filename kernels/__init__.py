@@ -1,35 +1,25 @@
-"""Kernels of EESD: tensors and ints in, tensors out.
+"""Kernels of EESD: tensors and ints in, tensors out. The folder `kernels/` is installed as `vllm_eesd.kernels`.
 
-The source folder `kernels/` is installed as `vllm_eesd.kernels`. `for_device` gives the plain torch functions of
-`reference` on a CPU and Triton's on a GPU; names and signatures are the same.
+Two shelves hold the same functions in files of the same names: `cpu` in plain torch, which is also the reference, and
+`gpu` in Triton. `vllm_eesd.kernels.rejection` is the one for the device of this machine, likewise the others of
+`FILE_OF`. The runners name their shelf: V1 takes `cpu`, V2 takes `gpu`, which a CPU's tests run interpreted.
 """
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from collections.abc import Callable
+from importlib import import_module
 
-__all__ = ["for_device"]
+# Function -> file, on either shelf.
+FILE_OF = {"choose_tokens": "exit_head", "exit_head": "exit_head", "kv_fill": "kv_fill", "rejection": "rejection"}
 
-NAMES = ("choose_tokens", "exit_head", "exit_head_partials", "kv_fill", "merge_partials", "rejection")
 
+def __getattr__(name: str) -> Callable:
+    """Return the function for this machine's device; called once a name, and nothing is imported before."""
+    if name not in FILE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import torch
 
-def for_device(device_type: str) -> SimpleNamespace:
-    """Return the kernels for a device, an object with the functions of `NAMES` as attributes.
-
-    Args:
-        device_type: `tensor.device.type`; "cuda" means Triton.
-    """
-    if device_type != "cuda":
-        from . import reference
-
-        return SimpleNamespace(**{name: getattr(reference, name) for name in NAMES})
-    from . import exit_head, kv_fill, rejection
-
-    return SimpleNamespace(
-        choose_tokens=exit_head.choose_tokens,
-        exit_head=exit_head.exit_head,
-        exit_head_partials=exit_head.exit_head_partials,
-        kv_fill=kv_fill.kv_fill,
-        merge_partials=exit_head.merge_partials,
-        rejection=rejection.rejection,
-    )
+    shelf = "gpu" if torch.cuda.is_available() else "cpu"
+    function = globals()[name] = getattr(import_module(f"{__name__}.{shelf}.{FILE_OF[name]}"), name)
+    return function

@@ -9,7 +9,7 @@ import exact_distribution as exact
 import numpy as np
 import pytest
 import torch
-from vllm_eesd.kernels import rejection_reference
+from vllm_eesd.kernels.cpu import rejection as rejection_reference
 
 from vllm_eesd.config import EESDConfig
 from vllm_eesd.host import circuit_breaker, verification
@@ -308,11 +308,11 @@ def accept_by_q(monkeypatch, drafter):
     """Acceptance takes the draft model's probabilities for the target's."""
     rejection, judge = verification.rejection, rejection_reference._judge_tokens
 
-    def with_q_at_hand(logits, input_token_ids, cu_num_logits, positions, num_speculative_tokens, **options):
+    def with_q_at_hand(logits, input_token_ids, cu_num_logits, num_speculative_tokens, **options):
         rows, _, drafts = rejection_reference._layout(input_token_ids, cu_num_logits, num_speculative_tokens)
         q_of_drafts = drafter.q[input_token_ids[rows[:, :-1]], drafts[:, :-1]]
         monkeypatch.setattr(rejection_reference, "_judge_tokens", lambda p, *rest: judge(q_of_drafts, *rest))
-        return rejection(logits, input_token_ids, cu_num_logits, positions, num_speculative_tokens, **options)
+        return rejection(logits, input_token_ids, cu_num_logits, num_speculative_tokens, **options)
 
     monkeypatch.setattr(verification, "rejection", with_q_at_hand)
 

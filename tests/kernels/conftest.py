@@ -17,9 +17,7 @@ class Batch(NamedTuple):
     temperature: torch.Tensor
     seeds: torch.Tensor
     uniforms: torch.Tensor
-    exponentials: torch.Tensor
     idx_mapping: torch.Tensor
-    block_table: torch.Tensor
 
 
 def strided(shape, generator, dtype=torch.float32):
@@ -65,9 +63,7 @@ def make_batch(num_drafts, vocab_size, temperatures, seed=0, agreement=0.6, max_
         temperature,
         seeds,
         torch.rand((num_logits, 2), generator=g, dtype=torch.float64),
-        torch.empty(num_reqs, vocab_size).exponential_(generator=g),
         idx_mapping,
-        torch.randperm(num_reqs * 12, generator=g).view(num_reqs, 12).int(),
     )
 
 

@@ -31,6 +31,8 @@ def test_kernels_are_part_of_the_package():
     import vllm_eesd.kernels
 
     assert Path(vllm_eesd.kernels.__file__).parent.name == "kernels"
+    for name in ("cpu.rejection", "gpu.rejection"):
+        assert importlib.util.find_spec(f"vllm_eesd.kernels.{name}") is not None
 
 
 def test_source_folder_does_not_hide_the_kernels_package():
@@ -54,9 +56,16 @@ def test_public_names_resolve():
 
 
 def test_every_package_is_packed():
-    """A folder with modules but no __init__.py works in an editable install and is missing from the wheel."""
-    folders = {path.parent for path in (REPOSITORY / "vllm_eesd").rglob("*.py")}
-    assert [str(folder) for folder in folders if not (folder / "__init__.py").is_file()] == []
+    """A folder that setup.py does not list works in an editable install and is missing from the wheel."""
+    pytest.importorskip("setuptools")
+    listing = "import setuptools; from distutils.core import run_setup; print(*run_setup('setup.py', stop_after='init')"
+    command = [sys.executable, "-W", "ignore", "-c", f"{listing}.packages)"]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    expected = set()
+    for folder, name in ((REPOSITORY / "vllm_eesd", "vllm_eesd"), (REPOSITORY / "kernels", "vllm_eesd.kernels")):
+        for path in folder.rglob("*.py"):
+            expected.add(".".join((name, *path.parent.relative_to(folder).parts)))
+    assert set(done.stdout.split()) == expected
 
 
 def test_no_page_holds_what_a_merge_left_behind():

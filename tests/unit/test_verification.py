@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from vllm_eesd.kernels.reference import rejection
+from vllm_eesd.kernels.cpu.rejection import rejection
 
 from vllm_eesd.host.draft_sampling import DraftSampling
 from vllm_eesd.host.verification import keep_while_equal, only_temperature
@@ -41,7 +41,8 @@ def test_greedy_tokens_are_the_references(drafts, seed):
     logits = torch.randn(num_logits, VOCAB_SIZE, generator=torch.Generator().manual_seed(seed))
     input_token_ids = torch.full((num_logits,), 7, dtype=torch.int32)
     input_token_ids[metadata.target_logits_indices + 1] = metadata.draft_token_ids
-    expected = rejection(logits, input_token_ids, cu_num_logits, torch.arange(num_logits), metadata.max_spec_len)
+    greedy = {"temperature": torch.zeros(len(drafts)), "uniforms": torch.rand(num_logits, 2)}
+    expected = rejection(logits, input_token_ids, cu_num_logits, metadata.max_spec_len, **greedy)
     ours = keep_while_equal(logits.argmax(-1).tolist(), metadata)
     assert ours.dtype == np.int32
     assert np.array_equal(ours, expected.sampled.numpy())

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_eesd.kernels.reference import Sampling, choose_tokens
+from vllm_eesd.kernels.cpu.exit_head import draw_tokens
 
 
 class DraftSampling:
@@ -71,8 +71,7 @@ class DraftSampling:
                 uniforms[index : index + 1].uniform_(generator=generator)
             if sampled[index]:
                 self._logits.setdefault(self._request_ids[row], []).append(logits[index])
-        sampling = Sampling(torch.from_numpy(self._temperature[rows]), uniforms=uniforms)
-        return choose_tokens(logits, sampling=sampling).token_ids.numpy()
+        return draw_tokens(logits, torch.from_numpy(self._temperature[rows]), uniforms).numpy()
 
     def keep_certain(self, row: int, token_ids: Sequence[int], vocab_size: int) -> None:
         """Keep that these tokens are a row's draft for certain: they were copied, not drawn."""

@@ -22,7 +22,7 @@ from vllm_eesd.host.compat import (
 from vllm_eesd.host.draft_step import DYNAMIC, DraftLayers
 from vllm_eesd.host.kernel_choice import Timer, Timing
 from vllm_eesd.host.layer_call import is_plain_norm, summed
-from vllm_eesd.kernels import exit_head as exit_head_kernel
+from vllm_eesd.kernels.gpu import exit_head as exit_head_kernel
 
 
 def exit_head(
@@ -50,14 +50,10 @@ def exit_head(
         weight,
         norm_weight=norm_weight,
         eps=eps,
-        # Logits would be written at the target's ids, which `DraftVocabulary.whole` does later.
-        d2t=None if with_logits else token_ids,
+        d2t=token_ids,
         logits_out=logits if with_logits else None,
-        confidence=True,
     )
-    assert drafted.top1_prob is not None
-    chosen = drafted.token_ids
-    return token_ids[chosen] if with_logits and token_ids is not None else chosen, drafted.top1_prob, logits
+    return drafted.token_ids, drafted.top1_prob, logits
 
 
 def _exit_head_fake(

@@ -17,7 +17,7 @@ from vllm_eesd.host.exit_layer import ExitHead
 from vllm_eesd.host.kernel_choice import Timer, Timing
 from vllm_eesd.host.layer_call import is_plain_norm
 from vllm_eesd.host.v2_compat import RotaryEmbedding
-from vllm_eesd.kernels import kv_fill as kv_fill_kernel
+from vllm_eesd.kernels.gpu import kv_fill as kv_fill_kernel
 
 #: Tokens of a forward at which `kv_fill` is timed, decoding and prompts; one graph serves all, so it must win at each.
 FILL_TOKENS = (1, 16, 128, 1024)
@@ -64,7 +64,7 @@ def fill_rotated(
         hidden_states: see `exit_layer.kv_fill`.
         key, value: [num_tokens, num_kv_heads * head_size], as the projection left them.
         positions: [num_tokens] int64.
-        The others: see `kernels.kv_fill_reference.kv_fill`; the layer's name is its `Attention`'s.
+        The others: see `kernels.cpu.kv_fill.kv_fill`; the layer's name is its `Attention`'s.
     """
     context = get_forward_context()
     slot_mapping = context.slot_mapping.get(layer_name)

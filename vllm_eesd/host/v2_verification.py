@@ -18,7 +18,7 @@ from vllm_eesd.host.v2_compat import (
     PenaltiesState,
     SamplingParams,
 )
-from vllm_eesd.kernels.rejection import rejection
+from vllm_eesd.kernels.gpu.rejection import rejection
 
 #: Fields of SamplingParams that leave the logits alone, or are the temperature and its noise. A field that is not
 #: known here counts as one that changes them, so that a new vLLM's are vLLM's to apply. A watermark is the engine's:
@@ -89,11 +89,11 @@ def verify(
         logits,
         draft_sampled,
         cu_num_logits,
-        positions,
         rejection_sampler.num_speculative_steps,
         temperature=states.temperature.gpu,
         draft_logits=draft_logits,
         seeds=states.seeds.gpu,
+        positions=positions,
         idx_mapping=idx_mapping,
         block_verification=rejection_sampler.use_block_verification,
     )

@@ -16,7 +16,7 @@ from vllm_eesd.host.compat import (
     SpecDecodeMetadata,
 )
 from vllm_eesd.host.draft_sampling import DraftSampling
-from vllm_eesd.kernels.reference import rejection
+from vllm_eesd.kernels.cpu.rejection import rejection
 
 #: vLLM's own logits processors, and where each keeps what requests asked of it: empty, it changes nothing.
 PROCESSOR_STATE = {
@@ -157,7 +157,6 @@ def _rejection(
         logits,
         input_token_ids,
         cu_num_logits,
-        metadata.logits_indices,  # where tokens will stand is the runner's own business
         metadata.max_spec_len,
         temperature=sampling.temperature,
         draft_logits=draft_logits,

@@ -7,9 +7,8 @@ import pytest
 import torch
 import triton
 from triton.language import core
-from vllm_eesd.kernels import noise_reference
-from vllm_eesd.kernels.exit_head import Sampling, choose_tokens
-from vllm_eesd.kernels.rejection import rejection
+from vllm_eesd.kernels.cpu import rejection as reference
+from vllm_eesd.kernels.gpu.rejection import rejection
 
 NUM_DRAFTS = [0, 1, 3, 4, 2, 4, 4, 0]
 K = 4
@@ -17,17 +16,17 @@ K = 4
 
 @pytest.fixture(scope="module")
 def v2(device):
-    """(rejection_sample, gumbel_sample) of vLLM 0.32, able to run here."""
+    """`rejection_sample` of vLLM 0.32, able to run here."""
     if device == "cpu":
         from triton.backends import backends
 
         backends.setdefault("cpu", next(iter(backends.values())))
-    gumbel = pytest.importorskip("vllm.v1.worker.gpu.sample.gumbel")
+    pytest.importorskip("vllm")
     from vllm.v1.worker.gpu.spec_decode import rejection_sampler_utils
 
     if device == "cpu":
         mend_interpreter(rejection_sampler_utils.tldevice)
-    return rejection_sampler_utils.rejection_sample, gumbel.gumbel_sample
+    return rejection_sampler_utils.rejection_sample
 
 
 def mend_interpreter(libdevice):
@@ -58,7 +57,7 @@ def theirs(v2, batch, full, block_verification):
     row_temperature = batch.temperature[batch.idx_mapping][rows]
     scale = torch.where(row_temperature == 0, 1.0, row_temperature)
     local = torch.arange(len(rows), device=counts.device) - batch.cu_num_logits[:-1].long()[rows]
-    return v2[0](
+    return v2(
         (batch.target_logits.float() / scale[:, None]).contiguous(),
         batch.draft_logits if full else None,
         batch.draft_sampled,
@@ -85,11 +84,11 @@ def test_verified_tokens_equal_v2s(v2, make_batch, device, vocab_size, full, blo
             batch.target_logits,
             batch.draft_sampled,
             batch.cu_num_logits,
-            batch.positions,
             K,
             temperature=batch.temperature,
             draft_logits=batch.draft_logits if full else None,
             seeds=batch.seeds,
+            positions=batch.positions,
             idx_mapping=batch.idx_mapping,
             block_verification=block_verification,
         )
@@ -99,30 +98,21 @@ def test_verified_tokens_equal_v2s(v2, make_batch, device, vocab_size, full, blo
             assert ours.sampled[request, :count].tolist() == sampled[request, :count].tolist()
 
 
-def test_drafted_tokens_equal_v2s(v2, device):
-    g = torch.Generator().manual_seed(0)
-    logits = torch.randn((6, 2500), generator=g).to(device)
-    temperature = torch.tensor([0.0, 1.0, 0.3, 1.7]).to(device)
-    seeds = torch.randint(-(2**62), 2**62, (4,), generator=g).to(device)
-    positions = torch.tensor([0, 5, 17, 2**20, 3, 4]).to(device)
-    idx_mapping = torch.tensor([3, 0, -1, 1, 2, 1]).to(device)
-    expected = v2[1](logits, idx_mapping.int(), temperature, seeds, positions, apply_temperature=True, is_drafting=True)
-    ours = choose_tokens(logits, sampling=Sampling(temperature, seeds, positions, idx_mapping=idx_mapping)).token_ids
-    assert torch.equal(ours, expected)
-
-
-def test_one_other_constant_would_be_noticed(v2, device, monkeypatch):
+@pytest.mark.parametrize("generator", ["uniform", "gumbel"])
+def test_other_numbers_would_be_noticed(v2, make_batch, device, monkeypatch, generator):
     """The comparison is of single tokens, so noise that is merely as good does not pass."""
-    monkeypatch.setattr(noise_reference, "DRAFT_SALT", 1 << 29)
-    from vllm_eesd.kernels import reference
-
-    logits = torch.zeros(8, 500)
-    seeds, positions = torch.arange(8), torch.arange(8)
-    sampling = Sampling(torch.ones(8), seeds, positions)
-    wrong = reference.choose_tokens(logits, sampling=sampling).token_ids
-    on_device = [tensor.to(device) for tensor in (torch.arange(8).int(), torch.ones(8), seeds, positions)]
-    expected = v2[1](logits.to(device), *on_device, apply_temperature=True, is_drafting=True)
-    assert not torch.equal(wrong, expected.cpu())
+    drawn = getattr(reference, generator)
+    monkeypatch.setattr(reference, generator, lambda seed, position, *key: drawn(seed, position + 1, *key))
+    batch = make_batch([3] * 40, 300, [1.0], agreement=0.8, max_drafts=K)
+    arguments = {"temperature": batch.temperature, "seeds": batch.seeds, "positions": batch.positions}
+    wrong = reference.rejection(*batch[:3], K, idx_mapping=batch.idx_mapping, **arguments)
+    sampled, num_sampled = theirs(v2, type(batch)(*(tensor.to(device) for tensor in batch)), False, False)
+    if generator == "uniform":
+        assert not torch.equal(wrong.num_sampled, num_sampled.cpu())
+    else:
+        assert torch.equal(wrong.num_sampled, num_sampled.cpu())
+        last = (num_sampled[:, None] - 1).long().cpu()
+        assert not torch.equal(wrong.sampled.gather(1, last), sampled.cpu().gather(1, last))
 
 
 def test_triton_runs_the_way_this_folder_assumes(device):

@@ -1,7 +1,7 @@
 """First launch of `rejection.py`: what the drafts' rows sum up to, and how later launches read it.
 
 `statistics_kernel`, grid (requests * K, vocabulary blocks), writes one number per plane and block; `log_ratios` merges
-the blocks of one request. `mass_kernel`, of the same grid, is block verification's with full draft distributions.
+the blocks of one request. `mass_kernel`, of the same grid, runs for block verification with full draft distributions.
 """
 
 import triton
@@ -33,7 +33,7 @@ def statistics_kernel(
     draft_stride_1,
     cu_num_logits_ptr,  # [num_reqs + 1]
     idx_mapping_ptr,  # [num_reqs]
-    temperature_ptr,  # [max_num_reqs] or None
+    temperature_ptr,  # [max_num_reqs]
     blocks_ptr,  # [5, num_reqs, K, num_blocks] float32
     argmax_ptr,  # [num_reqs, K, num_blocks] int32
     arrived_ptr,  # [num_reqs] int32, zeroed here for launch 3
@@ -51,9 +51,7 @@ def statistics_kernel(
     if step >= tl.load(cu_num_logits_ptr + request + 1) - start - 1:
         return
     state = tl.load(idx_mapping_ptr + request).to(tl.int64)
-    temperature = 0.0
-    if temperature_ptr is not None:
-        temperature = tl.load(temperature_ptr + state).to(tl.float32)
+    temperature = tl.load(temperature_ptr + state).to(tl.float32)
     columns = block * BLOCK + tl.arange(0, BLOCK)
     mask = columns < vocab_size
     cell = tl.program_id(0).to(tl.int64) * num_blocks + block
@@ -132,6 +130,26 @@ def cumulative(log_ratio, valid, K_PADDED: tl.constexpr):
     walk = tl.sum(tl.where(before, log_ratio[None, :], 0.0), axis=1)
     highest = tl.max(tl.where(before, walk[None, :], 0.0), axis=1)
     return walk - tl.maximum(highest, 0.0)
+
+
+@triton.jit
+def judge_block(
+    log_p, log_q, valid, tests, mass_ptr, offsets, offsets_mask, ONE_HOT: tl.constexpr, K_PADDED: tl.constexpr
+):
+    """(accepted drafts, [K_PADDED] log p_i) by block verification; arXiv 2403.10444, algorithm 2."""
+    steps = tl.arange(0, K_PADDED)
+    joint = cumulative(log_p - log_q, valid, K_PADDED)
+    p = tl.exp(joint)
+    is_next = steps[None, :] == steps[:, None] + 1
+    if ONE_HOT:
+        # A certain draft leaves p without its token.
+        mass = p * (1.0 - tl.exp(tl.sum(tl.where(is_next, log_p[None, :], 0.0), axis=1)))
+    else:
+        mass = tl.sum(tl.load(mass_ptr + offsets, mask=offsets_mask, other=0.0), axis=1)
+    next_valid = tl.sum(tl.where(is_next & valid[None, :], 1, 0), axis=1) > 0
+    share = tl.where(mass + 1.0 - p > 0.0, mass / (mass + 1.0 - p), 1.0)
+    threshold = tl.where(next_valid, share, p)
+    return tl.max(tl.where(valid & (tests <= threshold), steps + 1, 0), axis=0), joint
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""Counter-based random numbers inside Triton kernels: what `noise_reference.py` computes, bit for bit up to the last
+"""Counter-based random numbers inside Triton kernels: what `cpu/noise.py` computes, bit for bit up to the last
 place of a logarithm.
 
 Source: vllm/v1/worker/gpu/sample/gumbel.py of vLLM 0.32, whose numbers these are.
@@ -8,7 +8,6 @@ import triton
 import triton.language as tl
 
 UNIFORM_MIN = tl.constexpr(4.6566127342e-10)  # the smallest positive number tl.rand returns
-DRAFT_SALT = tl.constexpr(1 << 30)  # keeps the draft's stream apart from the target's
 TINY = tl.constexpr(5.960464477539063e-08)  # 2**-24: 1 - u must not round to 0
 
 

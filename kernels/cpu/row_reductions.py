@@ -50,22 +50,6 @@ def row_argmax(values: torch.Tensor) -> torch.Tensor:
     return columns.gather(-1, inner.argmax(dim=-1, keepdim=True))[:, 0]
 
 
-def row_top2(values: torch.Tensor) -> torch.Tensor:
-    """Return each row's two largest values, [num_rows, 2]; a single column's second is -inf.
-
-    Args:
-        values: [num_rows, vocab_size].
-    """
-    if values.shape[-1] == 1:
-        return torch.cat([values, torch.full_like(values, -torch.inf)], dim=-1)
-    if not _in_two_levels(values):
-        return values.topk(2, dim=-1).values
-    maxima, best = _reduced(values, "amax").topk(2, dim=-1)
-    columns, inner = _look_into(values, best[:, :1])
-    inner = inner.masked_fill(columns >= values.shape[-1], -torch.inf).topk(2, dim=-1).values
-    return torch.cat([inner[:, :1], torch.maximum(inner[:, 1:], maxima[:, 1:])], dim=-1)
-
-
 def row_choice(weights: torch.Tensor, uniforms: torch.Tensor, otherwise: torch.Tensor) -> torch.Tensor:
     """Return a column per row, drawn in proportion to its weights by inverting their sum, [num_rows] int64.
 

@@ -16,13 +16,11 @@ MASK = 0xFFFFFFFF
 PHILOX_ROUNDS = 10
 # Triton's scale from int32 to [0, 1), which is also V2's smallest uniform: the logarithm of 0 must not be taken.
 UNIFORM_SCALE = 4.6566127342e-10
-# Draft and target draw from streams this far apart: a residual must not share its noise with the proposal.
-DRAFT_SALT = 1 << 30
 # Largest fp32 below which 1 - u is told apart from 1; as in V2.
 TINY = 5.960464477539063e-08
 
 
-def philox_uniform(seed: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+def uniform(seed: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
     """Return uniforms in (0, 1) as `tl.rand(seed, position)` gives them, zero excluded.
 
     Args:
@@ -74,14 +72,13 @@ def murmur3_uniform(seed: torch.Tensor, position: torch.Tensor, key: torch.Tenso
     return high * 1.52587890625e-05 + (low + 0.5) * 2.3283064365386963e-10
 
 
-def gumbel(seed: torch.Tensor, position: torch.Tensor, key: torch.Tensor, drafting: bool) -> torch.Tensor:
+def gumbel(seed: torch.Tensor, position: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
     """Return standard Gumbel noise, -log(-log(1 - u)), float32 of the broadcast shape.
 
     Args:
         seed, position, key: int64, of shapes that broadcast; a key is a token id.
-        drafting: the draft's stream instead of the target's.
     """
-    u = murmur3_uniform(seed, position + DRAFT_SALT if drafting else position, key)
+    u = murmur3_uniform(seed, position, key)
     # V2's series for log(1 - u) near 0, where the winning noise comes from.
     polynomial = 1.0 / 8.0
     for denominator in (7, 6, 5, 4, 3, 2, 1):

@@ -1,0 +1,1 @@
+"""Every kernel in Triton, with the names and signatures of `cpu`."""
