@@ -29,7 +29,7 @@ run, ratios are of the same round, brackets hold their 95% bootstrap interval wh
 otherwise. No speedup is given for a method whose float32 output is not plain's. Draft-length policies are compared in
 [policies.md](policies.md).
 """
-#: What a workload's prompts are; benchmarks/make_workloads.py and models/make_prompts.py make them.
+#: What a workload's prompts are; benchmarks/make_workloads.py and models/make/make_prompts.py make them.
 WORKLOADS = {
     "held_out_code": "Pieces of source files that the model never saw.",
     "repetitive_code": "Held-out code and the beginning of a copy of it with one name changed.",
@@ -38,7 +38,7 @@ WORKLOADS = {
     "long_context": "Held-out code, about 1900 tokens of it: the embedded model has 2048 positions.",
     "mixed": "Held-out, repetitive and random prompts in turn.",
     "same_budget": "Held-out code, drafted for by an exit head, a draft model and an EAGLE head that were trained on "
-    "the same tokens, equally many (`models/train_peers.py`); nothing is copied.",
+    "the same tokens, equally many (`models/make/train_peers.py`); nothing is copied.",
 }
 #: Panels of the speedup plot beside one another.
 COLUMNS = 3

@@ -1,4 +1,4 @@
-"""models/train_peers.py: EAGLE's unrolling is what drafting does, and what is written is what was trained."""
+"""models/make/train_peers.py: EAGLE's unrolling is what drafting does, and what is written is what was trained."""
 
 import importlib.util
 from pathlib import Path
@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from vllm_eesd.distill.model import Target
 
-SCRIPT = Path(__file__).resolve().parents[2] / "models" / "train_peers.py"
+SCRIPT = Path(__file__).resolve().parents[2] / "models" / "make" / "train_peers.py"
 #: Sums in another order, in float32.
 ROUNDING = 1e-5
 #: Weights are written in bfloat16, which keeps 8 bits.

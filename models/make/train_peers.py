@@ -1,8 +1,8 @@
 """Train what EESD is compared with, a small draft model and an EAGLE head, on the exit head's data and budget.
 
-    python models/train_target.py pack --work build/target --tokenizer models/eesd-code-10m
-    python models/train_peers.py train  --work build/peers                  # resumes; --minutes cuts it short
-    python models/train_peers.py export --work build/peers -o models/eesd-code-10m/peers
+    python models/make/pack_text.py --work build/target --tokenizer models/eesd-code-10m
+    python models/make/train_peers.py train  --work build/peers                  # resumes; --minutes cuts it short
+    python models/make/train_peers.py export --work build/peers -o models/eesd-code-10m/peers
 
 Both learn from the same batches as each other, mixed as `eesd distill` mixes them (half text, half the target's own),
 with its loss (forward KL), optimizer and learning rates; one forward pass of the target serves both, so a step trains
@@ -260,7 +260,7 @@ def main() -> None:
         if name == "export":
             sub.add_argument("-o", "--output", type=Path, default=Path(MODEL) / "peers")
             continue
-        sub.add_argument("--data", type=Path, default=Path("build/target/train.bin"), help="made by train_target.py")
+        sub.add_argument("--data", type=Path, default=Path("build/target/train.bin"), help="made by pack_text.py")
         sub.add_argument("--tokens", type=int, default=TOKENS, help="of the whole run, resumed parts included")
         sub.add_argument("--minutes", type=float, help="stop after this long, resumed parts included, if earlier")
         sub.add_argument("--self-generate", type=int, default=768, help="windows the target writes")

@@ -1,6 +1,6 @@
 """Cut completion prompts from the held-out sources: what an editor would send, never chosen by how well they draft.
 
-    python models/make_prompts.py --tokenizer build/target/tokenizer -o models/prompts/held_out_code.jsonl
+    python models/make/make_prompts.py --tokenizer build/target/tokenizer -o models/prompts/held_out_code.jsonl
 
 A prompt starts at the first line of a file or of a top-level definition and ends inside a function, at the end of its
 docstring or of a statement about half-way through its body. One prompt per file; files and cuts are drawn by a hash of
@@ -20,7 +20,7 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerFast
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from train_target import HELD_OUT, is_held_out, source_files  # noqa: E402
+from pack_text import HELD_OUT, is_held_out, source_files  # noqa: E402
 
 MIN_TOKENS, MAX_TOKENS = 60, 160
 # A function with less behind the cut leaves little to complete.
