@@ -117,7 +117,7 @@ def time_steps(model: str, head: str, dtype: str) -> dict:
     """Return medians in ms: of draft steps of BATCHES rows, and of the target's forward over as many tokens."""
     from vllm import LLM
 
-    from vllm_eesd.host.cost_profile import draft_call, forward_call
+    from vllm_eesd.host.v1.cost_profile import draft_call, forward_call
 
     spec = {"method": "eesd", "model": head, "num_speculative_tokens": 8}
     llm = LLM(model, dtype=dtype, speculative_config=spec, distributed_executor_backend="uni", max_model_len=512,

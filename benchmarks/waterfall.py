@@ -36,7 +36,7 @@ MIN_PROMPTS, MIN_BATCHES = 8, 2
 UNNAMED = "unnamed"
 #: What verification needs besides the forward of its tokens; drafting, which has pieces of its own, is none of it.
 OVERHEAD = ("engine loop", "scheduler", "input preparation", "sampler and verification", "bookkeeping and output")
-DRAFT_STEP = "vllm_eesd.host.draft_step:DraftStep.__call__"
+DRAFT_STEP = "vllm_eesd.host.model.draft_step:DraftStep.__call__"
 STEP = "vllm.v1.engine.llm_engine:LLMEngine.step"
 SCHEDULE = "vllm.v1.core.sched.scheduler:Scheduler.schedule"
 UPDATE = "vllm.v1.core.sched.scheduler:Scheduler.update_from_output"
@@ -70,9 +70,9 @@ PIECES = {
     "sampler and verification": [_RUNNER + "_sample"],
     "draft forward": [DRAFT_STEP],
     "draft preparation": [
-        "vllm_eesd.host.draft_rows:DraftRows.step",
-        "vllm_eesd.host.draft_rows:DraftRows.round",
-        "vllm_eesd.host.v1:EarlyExitProposer.propose_round",
+        "vllm_eesd.host.v1.draft_rows:DraftRows.step",
+        "vllm_eesd.host.v1.draft_rows:DraftRows.round",
+        "vllm_eesd.host.v1.proposer:EarlyExitProposer.propose_round",
     ],
     "policy": [
         "vllm_eesd.round.draft:DraftRound.__init__",
@@ -80,7 +80,7 @@ PIECES = {
         "vllm_eesd.round.outcome:Learner.learn",
         "vllm_eesd.round.outcome:Learner.learn_times",
     ],
-    "n-gram drafts": ["vllm_eesd.host.v1:EarlyExitProposer._find_ngrams"],
+    "n-gram drafts": ["vllm_eesd.host.v1.proposer:EarlyExitProposer._find_ngrams"],
     "bookkeeping and output": [
         _RUNNER + "_bookkeeping_sync",
         _RUNNER + "_update_states_after_model_execute",

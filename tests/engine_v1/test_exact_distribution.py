@@ -12,8 +12,9 @@ import torch
 from vllm_eesd.kernels.cpu import rejection as rejection_reference
 
 from vllm_eesd.config import EESDConfig
-from vllm_eesd.host import circuit_breaker, verification
-from vllm_eesd.host.draft_sampling import DraftSampling
+from vllm_eesd.host import circuit_breaker
+from vllm_eesd.host.v1 import verification
+from vllm_eesd.host.v1.draft_sampling import DraftSampling
 from vllm_eesd.policy import CostModel
 
 #: Some tokens of the vocabulary twice and some not at all, so that penalties differ between tokens.
@@ -195,9 +196,9 @@ def test_a_request_that_joins_with_one_token(llm, eight_token_target, monkeypatc
 
 #: What a fault interrupts where drafts are drawn: the drawing itself, a step whose draft is kept, a whole round.
 FAULTY = {
-    "vllm_eesd.host.draft_sampling:DraftSampling.draw": 40,
-    "vllm_eesd.host.draft_sampling:DraftSampling.begin_round": 30,
-    "vllm_eesd.host.draft_rows:DraftRows.step": 50,
+    "vllm_eesd.host.v1.draft_sampling:DraftSampling.draw": 40,
+    "vllm_eesd.host.v1.draft_sampling:DraftSampling.begin_round": 30,
+    "vllm_eesd.host.v1.draft_rows:DraftRows.step": 50,
     "vllm_eesd.policy:DraftLengthPolicy.observe": 30,
 }
 
@@ -262,7 +263,7 @@ class TableDrafter:
     """
 
     def __init__(self, monkeypatch, joint):
-        from vllm_eesd.host.draft_step import DraftStep
+        from vllm_eesd.host.model.draft_step import DraftStep
 
         pairs = joint.sum(axis=(0, 3))
         self.q = torch.from_numpy((pairs / pairs.sum(axis=1, keepdims=True)).astype(np.float32))
@@ -277,7 +278,7 @@ class TableDrafter:
 
 def drop_unlikely_drafts(monkeypatch, drafter):
     """A draft ends before its first token of low confidence."""
-    from vllm_eesd.host.v1 import EarlyExitProposer
+    from vllm_eesd.host.v1.proposer import EarlyExitProposer
 
     propose = EarlyExitProposer.propose_round
 

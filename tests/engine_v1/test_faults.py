@@ -22,15 +22,15 @@ MAX_TOKENS = 40
 fault = pytest.mark.fault
 #: Where a fault is planted: a function, and the numbers of its calls that raise. Draft steps run several to a round.
 PLACES = {
-    "vllm_eesd.host.v1:EarlyExitProposer._learn_outcome": (0, 9),
+    "vllm_eesd.host.v1.proposer:EarlyExitProposer._learn_outcome": (0, 9),
     "vllm_eesd.round.outcome:Learner.learn_times": (1, 9),
     "vllm_eesd.round.outcome:Learner.report": (1, 9),
-    "vllm_eesd.host.running_requests:RunningRequests.admit": (0,),
-    "vllm_eesd.host.running_requests:RunningRequests.draft_limits": (2, 3),
-    "vllm_eesd.host.draft_rows:DraftRows.allocated_tokens": (2, 9),
-    "vllm_eesd.host.draft_rows:DraftRows.round": (2, 9),
-    "vllm_eesd.host.draft_rows:DraftRows.step": (3, 14),
-    "vllm_eesd.host.exit_layer:ExitHead.forward": (5, 16),
+    "vllm_eesd.round.requests:RunningRequests.admit": (0,),
+    "vllm_eesd.round.requests:RunningRequests.draft_limits": (2, 3),
+    "vllm_eesd.host.v1.draft_rows:DraftRows.allocated_tokens": (2, 9),
+    "vllm_eesd.host.v1.draft_rows:DraftRows.round": (2, 9),
+    "vllm_eesd.host.v1.draft_rows:DraftRows.step": (3, 14),
+    "vllm_eesd.host.model.exit_head:ExitHead.forward": (5, 16),
     "vllm_eesd.round.slots:RequestSlots.assign": (0, 2),  # called when the batch changes
     "vllm_eesd.round.draft:DraftRound.__init__": (0, 7),
     "vllm_eesd.round.draft:DraftRound.tell": (4, 15),
@@ -147,7 +147,7 @@ def test_a_fault_anywhere_costs_one_round_of_drafts(served, greedy, prompts, exp
 @fault("drafting raises until speculation is off", MAX_FAULTS)
 def test_repeated_faults_switch_speculation_off(served, greedy, prompts, expected, lines):
     llm, drafter, *_ = served
-    with raising("vllm_eesd.host.draft_rows:DraftRows.step", range(10**6), after=True):
+    with raising("vllm_eesd.host.v1.draft_rows:DraftRows.step", range(10**6), after=True):
         assert greedy(llm, prompts, max_tokens=MAX_TOKENS) == expected
     assert drafter.breaker.num_faults == MAX_FAULTS
     assert ["speculation is off" in line for line in lines] == [False] * (MAX_FAULTS - 1) + [True]
@@ -224,7 +224,8 @@ def test_drafts_are_right_again_afterwards(served, greedy, prompts, expected):
 
 @fault("the clock jumps, back too, or says NaN", 1)
 def test_a_clock_that_jumps(served, greedy, prompts, expected, monkeypatch):
-    from vllm_eesd.host import draft_rows, v1
+    from vllm_eesd.host.v1 import draft_rows
+    from vllm_eesd.host.v1 import proposer as v1
     from vllm_eesd.round import outcome
 
     llm, drafter, *_ = served

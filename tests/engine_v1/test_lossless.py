@@ -23,7 +23,7 @@ def prompts():
 @pytest.fixture
 def corrupted_drafts(monkeypatch):
     """Make every fourth draft token wrong, so that rejections happen at every position."""
-    from vllm_eesd.host.v1 import DraftRows
+    from vllm_eesd.host.v1.proposer import DraftRows
 
     generator, right = np.random.default_rng(3), DraftRows.step
 

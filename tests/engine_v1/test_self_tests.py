@@ -45,7 +45,7 @@ def test_the_cloned_last_layer_notices_a_missing_kv_fill(
     engine, greedy, random_target, cloned_head, prompts, monkeypatch
 ):
     """The test above can fail: without the fill, drafts are rejected while the output stays right."""
-    monkeypatch.setattr("vllm_eesd.host.exit_layer.ExitHead.hook_kv_fill", lambda *args: None)
+    monkeypatch.setattr("vllm_eesd.host.model.exit_head.ExitHead.hook_kv_fill", lambda *args: None)
     head = cloned_head(random_target, 7, 7)
     with engine(random_target, FIXED | {"model": head}) as llm:
         greedy(llm, prompts)

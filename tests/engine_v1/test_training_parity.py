@@ -124,7 +124,7 @@ def test_a_draft_vocabulary(engine, greedy, random_target, make_head, prompts):
 
 def test_parity_notices_a_fill_from_the_wrong_layer(engine, greedy, random_target, make_head, prompts, monkeypatch):
     """A deep-context head filled from h_N, as a transformer head is, drafts something else."""
-    from vllm_eesd.host.exit_layer import DeepContextHead, ExitHead
+    from vllm_eesd.host.model.exit_head import DeepContextHead, ExitHead
 
     directory, target, head = make_head("deep_context")
     monkeypatch.setattr(DeepContextHead, "hook_kv_fill", ExitHead.hook_kv_fill)
@@ -135,7 +135,7 @@ def test_parity_notices_a_fill_from_the_wrong_layer(engine, greedy, random_targe
 
 
 def test_parity_notices_a_missing_injection(engine, greedy, random_target, make_head, prompts, monkeypatch):
-    from vllm_eesd.host.exit_layer import DeepContextHead, ExitHead
+    from vllm_eesd.host.model.exit_head import DeepContextHead, ExitHead
 
     directory, target, head = make_head("deep_context")
     monkeypatch.setattr(DeepContextHead, "round_context", ExitHead.round_context)

@@ -82,7 +82,9 @@ def force_kernels():
     def force(patch, exit_head_rows=None):
         if not torch.cuda.is_available():
             import vllm.v1.worker.cpu.shm  # noqa: F401  # as the worker: before anything of V2
-        from vllm_eesd.host import kernel_choice, v2_kernels, v2_kv_fill
+        from vllm_eesd.host.v2 import kernel_choice
+        from vllm_eesd.host.v2 import kernel_ops as v2_kernels
+        from vllm_eesd.host.v2 import kv_fill as v2_kv_fill
 
         calls = collections.Counter()
 
@@ -101,7 +103,7 @@ def force_kernels():
             return 0.0, 1.0
 
         if exit_head_rows is not None:
-            patch.setattr("vllm_eesd.host.v2.exit_head_rows", lambda *args: exit_head_rows)
+            patch.setattr("vllm_eesd.host.v2.speculator.exit_head_rows", lambda *args: exit_head_rows)
         counted(v2_kernels.exit_head_kernel, "exit_head")
         counted(v2_kv_fill.kv_fill_kernel, "kv_fill")
         patch.setattr(v2_kv_fill, "FILL_TOKENS", (1, 16))
@@ -121,7 +123,7 @@ def forced_kernels(force_kernels, monkeypatch):
 @pytest.fixture
 def corrupted_drafts(monkeypatch):
     """Make every fourth draft token wrong, so that rejections happen at every position."""
-    from vllm_eesd.host.v2 import EarlyExitSpeculator
+    from vllm_eesd.host.v2.speculator import EarlyExitSpeculator
 
     generator, right = np.random.default_rng(3), EarlyExitSpeculator._draft
 

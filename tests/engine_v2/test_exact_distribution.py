@@ -73,7 +73,7 @@ def test_likely_drafts_passed_off_as_sampled_are_noticed(
     engine, eight_token_target, cloned_head, expected, monkeypatch
 ):
     """The test above can fail: the most probable token, verified as if it had been drawn, comes out too often."""
-    from vllm_eesd.host.v2 import EarlyExitSpeculator
+    from vllm_eesd.host.v2.speculator import EarlyExitSpeculator
 
     draw = EarlyExitSpeculator._sample
 

@@ -22,19 +22,19 @@ MAX_TOKENS = 14
 #: Where faults are planted: a function, the numbers of its calls that raise, and whether after it did all it does.
 PLACES = {
     "admission and outcomes": [
-        ("vllm_eesd.host.running_requests:RunningRequests.admit", (0,), False),
-        ("vllm_eesd.host.v2_lag:Lagged.push", (2,), True),
+        ("vllm_eesd.round.requests:RunningRequests.admit", (0,), False),
+        ("vllm_eesd.host.v2.readback:Lagged.push", (2,), True),
     ],
-    "the beginning": [("vllm_eesd.host.v2_rounds:Rounds.begin", (0, 3), True)],
+    "the beginning": [("vllm_eesd.host.v2.lengths:Rounds.begin", (0, 3), True)],
     "learning and lengths": [
-        ("vllm_eesd.host.v2_rounds:Rounds._observe", (0,), False),
+        ("vllm_eesd.host.v2.lengths:Rounds._observe", (0,), False),
         ("vllm_eesd.round.draft:DraftRound.tell", (5,), False),
     ],
     "draft steps": [
-        ("vllm_eesd.host.v2_draft_steps:DraftSteps._prepare", (1,), True),
-        ("vllm_eesd.host.v2_draft_steps:DraftSteps._draft", (5,), False),
+        ("vllm_eesd.host.v2.draft_steps:DraftSteps._prepare", (1,), True),
+        ("vllm_eesd.host.v2.draft_steps:DraftSteps._draft", (5,), False),
     ],
-    "behind draft steps": [("vllm_eesd.host.v2_draft_steps:DraftSteps._draft", (2, 9), True)],
+    "behind draft steps": [("vllm_eesd.host.v2.draft_steps:DraftSteps._draft", (2, 9), True)],
 }
 
 
@@ -109,7 +109,7 @@ def test_verified_tokens_are_those_of_vllms_sampler(llm, prompts, runner_of, mon
     """Greedy and seeded requests in one batch, judged by EESD's kernels and by vLLM's."""
     from vllm import SamplingParams
 
-    from vllm_eesd.host import v2_verification
+    from vllm_eesd.host.v2 import verification as v2_verification
 
     calls = []
     monkeypatch.setattr(
@@ -132,7 +132,7 @@ def test_verified_tokens_are_those_of_vllms_sampler(llm, prompts, runner_of, mon
 
 def test_steps_for_which_vllm_wants_no_drafts(llm, greedy, prompts, expected, monkeypatch):
     """As vLLM 0.33 calls after steps of which no request can use a draft: -1 then takes the place of every draft."""
-    from vllm_eesd.host.v2 import EarlyExitSpeculator
+    from vllm_eesd.host.v2.speculator import EarlyExitSpeculator
 
     propose, asked = EarlyExitSpeculator.propose, itertools.cycle([K, 0, 2])
 
@@ -152,7 +152,7 @@ def test_steps_for_which_vllm_wants_no_drafts(llm, greedy, prompts, expected, mo
 
 def test_drafts_that_are_not_finite_are_counted(llm, greedy, prompts, expected, monkeypatch):
     """This policy looks at no confidence; the counts are read some rounds late."""
-    from vllm_eesd.host.v2 import EarlyExitSpeculator
+    from vllm_eesd.host.v2.speculator import EarlyExitSpeculator
 
     draft = EarlyExitSpeculator._draft
 
@@ -198,7 +198,7 @@ def test_a_fault_anywhere_costs_one_round_of_drafts(llm, greedy, prompts, expect
 
 
 def test_repeated_faults_switch_speculation_off(llm, greedy, prompts, expected):
-    with raising("vllm_eesd.host.v2_draft_steps:DraftSteps._draft", range(10**6), after=True):
+    with raising("vllm_eesd.host.v2.draft_steps:DraftSteps._draft", range(10**6), after=True):
         assert greedy(llm, prompts[:3], max_tokens=MAX_TOKENS) == expected
     (stats,) = llm.collective_rpc("eesd_stats")
     assert stats["speculation_off"] and stats["drafter_faults"] == MAX_FAULTS

@@ -85,9 +85,11 @@ class Event:
 
 @contextlib.contextmanager
 def watching(patch):
-    from vllm_eesd.host import v2, v2_lag, v2_trace
-    from vllm_eesd.host.v2_draft_steps import DraftSteps
-    from vllm_eesd.host.v2_rounds import Rounds
+    from vllm_eesd.host.v2 import readback as v2_lag
+    from vllm_eesd.host.v2 import speculator as v2
+    from vllm_eesd.host.v2 import trace as v2_trace
+    from vllm_eesd.host.v2.draft_steps import DraftSteps
+    from vllm_eesd.host.v2.lengths import Rounds
 
     watch = Watch()
 
@@ -145,7 +147,7 @@ def watched(llm, greedy, monkeypatch):
 
 
 def test_without_confidences_nothing_waits_but_for_steps_long_over(watched):
-    from vllm_eesd.host.v2_lag import LAG
+    from vllm_eesd.host.v2.readback import LAG
 
     watch = watched("beta_ts")
     assert not watch.reads
@@ -174,7 +176,7 @@ PLANTS = {
 
 @pytest.mark.parametrize("plant", PLANTS)
 def test_a_planted_wait_is_noticed(watched, monkeypatch, plant):
-    from vllm_eesd.host.v2_rounds import Rounds
+    from vllm_eesd.host.v2.lengths import Rounds
 
     body = f"{PLANTS[plant]}\n    return original(self, input_batch, num_sampled, *rest)\n"
     source = f"def begin(self, input_batch, num_sampled, *rest):\n    {body}"

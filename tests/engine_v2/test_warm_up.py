@@ -31,7 +31,7 @@ def launches(monkeypatch):
         import vllm.v1.worker.cpu.shm  # noqa: F401  # as the worker: before anything of V2
     from vllm_eesd.kernels import rejection
 
-    from vllm_eesd.host.v2 import EarlyExitSpeculator
+    from vllm_eesd.host.v2.speculator import EarlyExitSpeculator
 
     seen, phases = {"served": set(), "warm-up": set()}, ["served"]
 
@@ -83,7 +83,7 @@ def test_kernels_are_compiled_before_the_worker_warms_up_and_costs_timed_after()
     """At the end of its warm-up vLLM's worker begins to report, or to refuse, whatever is compiled later."""
     from types import SimpleNamespace
 
-    from vllm_eesd.host.v2_seams import _wrap_compile_or_warm_up_model
+    from vllm_eesd.host.v2.seams import _wrap_compile_or_warm_up_model
 
     calls = []
     speculator = SimpleNamespace(

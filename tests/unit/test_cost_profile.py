@@ -5,7 +5,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from vllm_eesd.host import cost_profile, v2_lag
+from vllm_eesd.host import cost_profile
+from vllm_eesd.host.v2 import cost_profile as v2_cost_profile
+from vllm_eesd.host.v2 import readback as v2_lag
 
 #: What the host takes to prepare a step, and the device to run the target's and a draft step.
 HOST_MS, FORWARD_MS, DRAFT_MS = 1.0, 4.0, 0.7
@@ -76,7 +78,7 @@ def test_forwards_and_draft_steps_are_timed_by_the_same_clock(machine, device):
 
     runner._dummy_run = dummy_run
     costs = SimpleNamespace(start_from=lambda forwards, drafts: started.update(forwards=forwards, drafts=drafts))
-    cost_profile.profile_v2_costs(runner, speculator, costs)
+    v2_cost_profile.profile_costs(runner, speculator, costs)
     hidden = on_gpu  # the host's work is hidden behind the device's
     assert {n for n, _ in started["forwards"]} >= {1, 9} and {n for n, _ in started["drafts"]} >= {1, 8}
     for _, ms in started["forwards"]:

@@ -111,7 +111,7 @@ def test_every_part_has_a_rule():
         ("vllm_eesd.round.draft", "def late():\n    from vllm_eesd.host import compat"),
         ("vllm_eesd.round.draft", "from vllm import LLM"),
         ("vllm_eesd.exit_head.checkpoint", "import transformers"),
-        ("vllm_eesd.bench.latency", "from vllm_eesd.host.v1 import EarlyExitProposer"),
+        ("vllm_eesd.bench.latency", "from vllm_eesd.host.v1.proposer import EarlyExitProposer"),
         ("vllm_eesd.bench.latency", "from vllm.v1.worker.gpu_model_runner import GPUModelRunner"),
         ("vllm_eesd.bench.latency", "import vllm.v1"),
         ("vllm_eesd.bench.latency", "from vllm import envs"),
@@ -128,7 +128,7 @@ def test_a_planted_import_is_found(module, source):
         ("vllm_eesd.kernels.rejection", "import math, torch, triton.language as tl\nfrom .reference import rejection"),
         ("vllm_eesd.policy.beta_ts", "from vllm_eesd.config import EESDConfig\nfrom . import posterior"),
         (
-            "vllm_eesd.host.v1",
+            "vllm_eesd.host.v1.proposer",
             "from vllm.v1.worker import gpu_model_runner\nfrom vllm_eesd.round.draft import draft_tokens",
         ),
         (

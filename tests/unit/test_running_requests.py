@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from vllm_eesd.host.running_requests import RunningRequests
-from vllm_eesd.host.v1_batch import V1Step
+from vllm_eesd.host.v1.batch import V1Step
+from vllm_eesd.host.v1.requests import BatchRequests
 from vllm_eesd.policy import BetaPosterior, build_policy
 
 
@@ -35,7 +35,7 @@ def step_of(runner, finished=()):
 
 def test_requests_keep_their_slots_and_their_wishes():
     policy = build_policy("fixed", BetaPosterior(4), 0, {})
-    running = RunningRequests(max_num_reqs=4, num_speculative_tokens=6, policy=policy)
+    running = BatchRequests(4, 6, policy)
     runner = make_runner(free=(50, None), short=(3, None), penalised=(None, {"eesd_max_draft_tokens": 2}))
     slots = running.slots_of(step_of(runner))
     # `short` may emit three tokens: two drafts and one of the target's own fit.
@@ -50,7 +50,7 @@ def test_requests_keep_their_slots_and_their_wishes():
 def test_a_request_whose_end_no_round_heard_of_gives_its_slot_back():
     """vLLM tells the last ends before an idle server in a step without tokens, which drafts nothing."""
     policy = build_policy("fixed", BetaPosterior(4), 0, {})
-    running = RunningRequests(max_num_reqs=4, num_speculative_tokens=6, policy=policy)
+    running = BatchRequests(4, 6, policy)
     runner = make_runner(first=(50, None), second=(50, None))
     running.slots_of(step_of(runner))
     later = make_runner(third=(50, None))

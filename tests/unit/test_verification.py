@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllm_eesd.kernels.cpu.rejection import rejection
 
-from vllm_eesd.host.draft_sampling import DraftSampling
-from vllm_eesd.host.verification import keep_while_equal, only_temperature
+from vllm_eesd.host.v1.draft_sampling import DraftSampling
+from vllm_eesd.host.v1.verification import keep_while_equal, only_temperature
 
 VOCAB_SIZE = 3  # so few that drafts are often right
 

@@ -9,9 +9,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from vllm_eesd.host import engine_seams, seams, v1_seams, v2_seams, worker_seams
+from vllm_eesd.host import engine_seams, seams, worker_seams
 from vllm_eesd.host.environment import read_platform, read_runner
 from vllm_eesd.host.seams import Seam, SeamStatus
+from vllm_eesd.host.v1 import seams as v1_seams
+from vllm_eesd.host.v2 import seams as v2_seams
 
 #: Releases the adapters were written and tested against.
 SUPPORTED_VLLM = ("0.32",)

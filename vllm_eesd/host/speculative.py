@@ -27,7 +27,7 @@ SUPPORTED_ARCHITECTURES = (
 #: Checkpoints trained with layer dropout and early-exit loss, drafting headless.
 #: Source: the benchmark table of Hugging Face's LayerSkip article (data set ariG23498/layer-skip-assets).
 LAYERSKIP_EXIT_LAYERS = {"facebook/layerskip-llama2-7B": 4}
-PROPOSER = "vllm_eesd.host.v1.EarlyExitProposer"
+PROPOSER = "vllm_eesd.host.v1.proposer.EarlyExitProposer"
 
 
 class RequestRefused(VLLMValidationError, ValueError):

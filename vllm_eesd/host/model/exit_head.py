@@ -22,8 +22,8 @@ from vllm_eesd.host.compat import (
     process_weights_after_loading,
     set_default_torch_dtype,
 )
-from vllm_eesd.host.draft_vocabulary import DraftVocabulary
-from vllm_eesd.host.layer_call import carries_residual, run_layer, summed
+from vllm_eesd.host.model.draft_vocabulary import DraftVocabulary
+from vllm_eesd.host.model.layers import carries_residual, run_layer, summed
 
 
 def kv_fill(hidden_states: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer_name: str) -> None:

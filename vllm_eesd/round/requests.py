@@ -1,4 +1,4 @@
-"""What the adapter knows of each running request: its policy slot, and what bounds its drafts."""
+"""What the runners know of each running request: what it asked for, and what bounds its drafts."""
 
 from __future__ import annotations
 
@@ -7,11 +7,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from vllm_eesd.host.v1_batch import V1Step
 from vllm_eesd.policy import DraftLengthPolicy
 from vllm_eesd.request_options import RequestOptions
 from vllm_eesd.round.ngram import NgramDrafter
-from vllm_eesd.round.slots import RequestSlots
 
 
 class NewRequest(NamedTuple):
@@ -23,13 +21,15 @@ class NewRequest(NamedTuple):
 
 
 class RunningRequests:
-    """Slots of the running requests; what a request asked for is read once, at its first round.
+    """What the request in each slot asked for, read once, as it is admitted.
 
     Args:
-        max_num_reqs: the most the engine runs at once.
+        max_num_reqs: slots, the most requests the engine runs at once.
         num_speculative_tokens: the engine's longest draft.
         policy: told when a slot changes hands.
         ngrams: so is it; None where there are no n-gram drafts.
+    Attributes:
+        updates_shared_prior: [max_num_reqs] bool, whether a slot's outcomes may teach what other requests use.
     """
 
     def __init__(
@@ -39,51 +39,12 @@ class RunningRequests:
         policy: DraftLengthPolicy,
         ngrams: NgramDrafter | None = None,
     ) -> None:
-        self.num_speculative_tokens = num_speculative_tokens
+        self.max_num_reqs, self.num_speculative_tokens = max_num_reqs, num_speculative_tokens
         self._policy, self._ngrams = policy, ngrams
-        self._max_num_reqs = max_num_reqs
-        self._slots = RequestSlots(max_num_reqs)
         self._token_budget = np.zeros(max_num_reqs, dtype=np.int64)
         self._longest_draft = np.zeros(max_num_reqs, dtype=np.int64)
         self._stop_token_ids: list[frozenset[int]] = [frozenset()] * max_num_reqs
-        #: The batch of the last step and its slots.
-        self._last: tuple[list[str], np.ndarray] = [], np.zeros(0, dtype=np.int64)
-        #: [max_num_reqs] bool: whether a slot's outcomes may teach what other requests use.
         self.updates_shared_prior = np.ones(max_num_reqs, dtype=bool)
-
-    def __len__(self) -> int:
-        return len(self._slots)
-
-    @property
-    def slots(self) -> np.ndarray:
-        """Slots in use, [num_requests] int64."""
-        return self._slots.in_use()
-
-    @property
-    def last_slots(self) -> np.ndarray:
-        """Slots of the batch of the last step decided on, [num_reqs] int64."""
-        return self._last[1]
-
-    def forget(self) -> None:
-        """Give every slot back, as if no request had been seen."""
-        self._slots = RequestSlots(self._max_num_reqs)
-        self._last = [], np.zeros(0, dtype=np.int64)
-
-    def slots_of(self, step: V1Step) -> np.ndarray:
-        """Return the slot of each row of a step's batch, [num_reqs] int64; not to be written to."""
-        last_ids, slots = self._last
-        request_ids = step.req_ids
-        if not step.finished and request_ids == last_ids:
-            return slots
-        self._slots.release(step.finished)
-        # A finish announced in a step that scheduled no tokens is seen by no round; release such requests here.
-        self._slots.release([name for name in self._slots.request_ids() if name not in step.requests])
-        slots, new = self._slots.assign(request_ids)
-        if new.any():
-            requests = [_describe(step.requests[request_ids[row]]) for row in np.flatnonzero(new)]
-            self.admit(slots[new], requests, step.max_model_len)
-        self._last = list(request_ids), slots
-        return slots
 
     def admit(self, slots: np.ndarray, requests: Sequence[NewRequest], max_model_len: int) -> None:
         """Read what new requests ask for, and start their policies afresh.
@@ -132,11 +93,6 @@ class RunningRequests:
             if not tokens or tokens[-1] in self._stop_token_ids[slot]:
                 limits[row] = 0
         return limits
-
-
-def _describe(request: Any) -> NewRequest:
-    lora = getattr(request, "lora_request", None)
-    return NewRequest(request.sampling_params, request.num_prompt_tokens, "" if lora is None else lora.lora_name)
 
 
 def _alters_distribution(params: Any) -> bool:

@@ -22,7 +22,7 @@ def _wrap_propose_draft_token_ids(original: Callable[..., Any]) -> Callable[...,
         *args,
         **kwargs,
     ):
-        from vllm_eesd.host.v1 import EarlyExitProposer
+        from vllm_eesd.host.v1.proposer import EarlyExitProposer
 
         if isinstance(self.drafter, EarlyExitProposer):
             return self.drafter.propose_round(self, scheduler_output, sampled_token_ids, sample_hidden_states)
@@ -34,7 +34,7 @@ def _wrap_propose_draft_token_ids(original: Callable[..., Any]) -> Callable[...,
 
 def _wrap_sample(original: Callable[..., Any]) -> Callable[..., Any]:
     def _sample(self, logits, spec_decode_metadata):
-        from vllm_eesd.host.v1 import EarlyExitProposer
+        from vllm_eesd.host.v1.proposer import EarlyExitProposer
 
         if spec_decode_metadata is None or not isinstance(self.drafter, EarlyExitProposer):
             return original(self, logits, spec_decode_metadata)
@@ -45,13 +45,13 @@ def _wrap_sample(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _wrap_calc_spec_decode_metadata(original: Callable[..., Any]) -> Callable[..., Any]:
     def _calc_spec_decode_metadata(self, num_draft_tokens, cu_num_scheduled_tokens):
-        from vllm_eesd.host.v1 import EarlyExitProposer
+        from vllm_eesd.host.v1.proposer import EarlyExitProposer
 
         # Every pipeline rank prepares inputs, the last one alone has a drafter.
         drafter = getattr(self, "drafter", None)
         if num_draft_tokens.any() or not isinstance(drafter, EarlyExitProposer):
             return original(self, num_draft_tokens, cu_num_scheduled_tokens)
-        from vllm_eesd.host.verification import nothing_to_verify
+        from vllm_eesd.host.v1.verification import nothing_to_verify
 
         return nothing_to_verify(cu_num_scheduled_tokens)
 
@@ -72,7 +72,7 @@ def _wrap_rejection_sample(original: Callable[..., Any]) -> Callable[..., Any]:
     def rejection_sample(draft_token_ids, *args, **kwargs):
         if not draft_token_ids.is_cpu:
             return original(draft_token_ids, *args, **kwargs)
-        from vllm_eesd.host.placeholders import reject_placeholders
+        from vllm_eesd.host.v1.placeholders import reject_placeholders
 
         return reject_placeholders(original, draft_token_ids, *args, **kwargs)
 
@@ -81,7 +81,7 @@ def _wrap_rejection_sample(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _wrap_worker_sample_tokens(original: Callable[..., Any]) -> Callable[..., Any]:
     def sample_tokens(self, *args, **kwargs):
-        from vllm_eesd.host.v1 import EarlyExitProposer
+        from vllm_eesd.host.v1.proposer import EarlyExitProposer
 
         output = original(self, *args, **kwargs)
         if isinstance(getattr(self.model_runner, "drafter", None), EarlyExitProposer) and output is not None:

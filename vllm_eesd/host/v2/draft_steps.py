@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from vllm_eesd.host.compat import VllmConfig, init_logger
-from vllm_eesd.host.v2_compat import (
+from vllm_eesd.host.v2.compat import (
     AttentionCGSupport,
     BatchDescriptor,
     CUDAGraphMode,

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from vllm_eesd.host import kernel_choice
 from vllm_eesd.host.compat import (
     UnquantizedEmbeddingMethod,
     UnquantizedLinearMethod,
@@ -19,9 +18,10 @@ from vllm_eesd.host.compat import (
     get_tp_group,
     support_torch_compile,
 )
-from vllm_eesd.host.draft_step import DYNAMIC, DraftLayers
-from vllm_eesd.host.kernel_choice import Timer, Timing
-from vllm_eesd.host.layer_call import is_plain_norm, summed
+from vllm_eesd.host.model.draft_step import DYNAMIC, DraftLayers
+from vllm_eesd.host.model.layers import is_plain_norm, summed
+from vllm_eesd.host.v2 import kernel_choice
+from vllm_eesd.host.v2.kernel_choice import Timer, Timing
 from vllm_eesd.kernels.gpu import exit_head as exit_head_kernel
 
 

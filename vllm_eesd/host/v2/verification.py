@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_eesd.host.v2_compat import (
+from vllm_eesd.host.v2.compat import (
     PROCESSED_LOGPROBS_MODES,
     BadWordsState,
     LogitBiasState,

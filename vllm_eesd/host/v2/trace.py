@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from vllm_eesd.host.v2_lag import RoundTimes, copy_to_host
+from vllm_eesd.host.v2.readback import RoundTimes, copy_to_host
 from vllm_eesd.round_trace import Judged, Verdict
 
 

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 from vllm_eesd.host.compat import CommonAttentionMetadata, create_forward_context, override_forward_context
-from vllm_eesd.host.draft_sampling import DraftSampling
-from vllm_eesd.host.draft_step import DraftStep
+from vllm_eesd.host.model.draft_step import DraftStep
+from vllm_eesd.host.v1.draft_sampling import DraftSampling
 
 
 class DraftRows:

@@ -10,14 +10,14 @@ import numpy as np
 import torch
 
 from vllm_eesd.host.round_setup import agree_on_times, build_policy_of, open_trace
-from vllm_eesd.host.running_requests import NewRequest, RunningRequests
 from vllm_eesd.host.speculative import EESDSpeculativeConfig
-from vllm_eesd.host.v2_lag import ConfidenceCopies, Drafted, Judged, Lagged, RoundTimes
-from vllm_eesd.host.v2_trace import pending_verdict
+from vllm_eesd.host.v2.readback import ConfidenceCopies, Drafted, Judged, Lagged, RoundTimes
+from vllm_eesd.host.v2.trace import pending_verdict
 from vllm_eesd.policy import DraftLengthPolicy, Outcome
 from vllm_eesd.round.counters import DraftStats
 from vllm_eesd.round.draft import DraftRound
 from vllm_eesd.round.outcome import Learner, StepTimes
+from vllm_eesd.round.requests import NewRequest, RunningRequests
 from vllm_eesd.round.slots import PendingDrafts
 from vllm_eesd.round_trace import Drafts
 

@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from torch import nn
 
-from vllm_eesd.host import verification
 from vllm_eesd.host.circuit_breaker import CircuitBreaker
 from vllm_eesd.host.compat import (
     VllmConfig,
@@ -17,16 +16,17 @@ from vllm_eesd.host.compat import (
     init_logger,
     set_model_tag,
 )
-from vllm_eesd.host.cost_profile import profile_costs
-from vllm_eesd.host.draft_rows import DraftRows
-from vllm_eesd.host.draft_sampling import DraftSampling
-from vllm_eesd.host.draft_step import DraftStep, compile_draft_step
-from vllm_eesd.host.exit_layer import HEAD_CLASSES, ExitHead
 from vllm_eesd.host.metrics import publish
+from vllm_eesd.host.model.draft_step import DraftStep, compile_draft_step
+from vllm_eesd.host.model.exit_head import HEAD_CLASSES, ExitHead
 from vllm_eesd.host.round_setup import agree_on_times, build_policy_of, open_trace
-from vllm_eesd.host.running_requests import RunningRequests
 from vllm_eesd.host.speculative import EESDSpeculativeConfig
-from vllm_eesd.host.v1_batch import V1Step
+from vllm_eesd.host.v1 import verification
+from vllm_eesd.host.v1.batch import V1Step
+from vllm_eesd.host.v1.cost_profile import profile_costs
+from vllm_eesd.host.v1.draft_rows import DraftRows
+from vllm_eesd.host.v1.draft_sampling import DraftSampling
+from vllm_eesd.host.v1.requests import BatchRequests
 from vllm_eesd.policy import DraftLengthPolicy, Outcome
 from vllm_eesd.round.counters import DraftStats
 from vllm_eesd.round.draft import DraftRound, draft_tokens
@@ -70,7 +70,7 @@ class EarlyExitProposer:
     def use_policy(self, policy: DraftLengthPolicy) -> None:
         """Choose draft lengths by this policy from now on; requests that run start from its prior."""
         self.policy = policy
-        self._requests = RunningRequests(self.max_num_reqs, self.num_speculative_tokens, policy, self._ngrams)
+        self._requests = BatchRequests(self.max_num_reqs, self.num_speculative_tokens, policy, self._ngrams)
         self._pending = PendingDrafts(self.max_num_reqs)
         self._learner = Learner(policy, self.stats, agree_on_times(every=1))
         self._forget_round()

@@ -9,23 +9,23 @@ import numpy as np
 import torch
 from torch import nn
 
-from vllm_eesd.host import kernel_choice
 from vllm_eesd.host.circuit_breaker import CircuitBreaker
 from vllm_eesd.host.compat import VllmConfig, get_tp_group, init_logger, set_model_tag
-from vllm_eesd.host.cost_profile import profile_v2_costs
-from vllm_eesd.host.draft_step import DraftStep, compile_draft_step
-from vllm_eesd.host.exit_layer import HEAD_CLASSES, ExitHead
 from vllm_eesd.host.metrics import publish
+from vllm_eesd.host.model.draft_step import DraftStep, compile_draft_step
+from vllm_eesd.host.model.exit_head import HEAD_CLASSES, ExitHead
 from vllm_eesd.host.speculative import EESDSpeculativeConfig
-from vllm_eesd.host.v2_compat import dispatch_cg_and_sync_dp, gpu_sync_allowed
-from vllm_eesd.host.v2_draft_steps import DraftSteps, TargetStep
-from vllm_eesd.host.v2_kernels import KernelDraftStep, exit_head_rows
-from vllm_eesd.host.v2_kv_fill import use_kv_fill
-from vllm_eesd.host.v2_lag import Timestamps, copy_to_host
-from vllm_eesd.host.v2_ragged import RaggedVerification
-from vllm_eesd.host.v2_rounds import Rounds
-from vllm_eesd.host.v2_trace import tokens_of_step
-from vllm_eesd.host.v2_verification import Verification, can_verify, only_temperature, warm_up
+from vllm_eesd.host.v2 import kernel_choice
+from vllm_eesd.host.v2.compat import dispatch_cg_and_sync_dp, gpu_sync_allowed
+from vllm_eesd.host.v2.cost_profile import profile_costs
+from vllm_eesd.host.v2.draft_steps import DraftSteps, TargetStep
+from vllm_eesd.host.v2.kernel_ops import KernelDraftStep, exit_head_rows
+from vllm_eesd.host.v2.kv_fill import use_kv_fill
+from vllm_eesd.host.v2.lengths import Rounds
+from vllm_eesd.host.v2.ragged import RaggedVerification
+from vllm_eesd.host.v2.readback import Timestamps, copy_to_host
+from vllm_eesd.host.v2.trace import tokens_of_step
+from vllm_eesd.host.v2.verification import Verification, can_verify, only_temperature, warm_up
 from vllm_eesd.policy import DraftLengthPolicy
 
 logger = init_logger("vllm.eesd")
@@ -139,7 +139,7 @@ class EarlyExitSpeculator(DraftSteps):
         self.rounds.forget_requests()
         suppress = getattr(getattr(runner, "eplb", None), "suppress", contextlib.nullcontext)
         with suppress():  # vLLM 0.33 counts the experts that forwards choose, of the dummy runs as well
-            profile_v2_costs(runner, self, self.policy.costs)
+            profile_costs(runner, self, self.policy.costs)
         self.rounds.learns = True
 
     def ragged_verification(self, query_start_loc: torch.Tensor) -> RaggedVerification:

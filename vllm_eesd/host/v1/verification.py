@@ -15,7 +15,7 @@ from vllm_eesd.host.compat import (
     SamplerOutput,
     SpecDecodeMetadata,
 )
-from vllm_eesd.host.draft_sampling import DraftSampling
+from vllm_eesd.host.v1.draft_sampling import DraftSampling
 from vllm_eesd.kernels.cpu.rejection import rejection
 
 #: vLLM's own logits processors, and where each keeps what requests asked of it: empty, it changes nothing.

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from vllm_eesd.host.compat import init_logger
-from vllm_eesd.host.v2_compat import (
+from vllm_eesd.host.v2.compat import (
     AdaptiveVerificationManager,
     CUDAGraphMode,
     async_tensor_h2d,

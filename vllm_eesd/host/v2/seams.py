@@ -18,7 +18,7 @@ def _wrap_init_speculator(original: Callable[..., Any]) -> Callable[..., Any]:
 
         if not isinstance(vllm_config.speculative_config, EESDSpeculativeConfig):
             return original(vllm_config, device, req_states)
-        from vllm_eesd.host.v2 import EarlyExitSpeculator
+        from vllm_eesd.host.v2.speculator import EarlyExitSpeculator
 
         speculator = EarlyExitSpeculator(vllm_config, device, req_states)
         # The factory of the verification manager is given the request states, and nothing else of the runner. Weak: the
@@ -43,7 +43,7 @@ def _wrap_create_verification_manager(original: Callable[..., Any]) -> Callable[
         speculator = _speculator_of(given["req_states"])
         if speculator is None:
             return original(*args, **kwargs)
-        from vllm_eesd.host.v2_ragged import use_graphs_for_ragged_batches
+        from vllm_eesd.host.v2.ragged import use_graphs_for_ragged_batches
 
         use_graphs_for_ragged_batches(given["vllm_config"], given["attn_groups"], given.get("target_layer_names"))
         return speculator.ragged_verification(given["query_start_loc"])
@@ -104,7 +104,7 @@ def _wrap_verify(original: Callable[..., Any]) -> Callable[..., Any]:
         given = signature.bind(self, *args, **kwargs).arguments
         if speculator is None or not speculator.verification.is_ours(self, given["idx_mapping_np"]):
             return original(self, *args, **kwargs)
-        from vllm_eesd.host.v2_verification import verify
+        from vllm_eesd.host.v2.verification import verify
 
         names = ("logits", "draft_logits", "verify_draft_sampled", "pos", "cu_num_logits", "idx_mapping")
         return verify(self, *(given[name] for name in names))

@@ -13,9 +13,9 @@ from vllm_eesd.host.compat import (
     override_forward_context,
     support_torch_compile,
 )
-from vllm_eesd.host.draft_vocabulary import DraftVocabulary
-from vllm_eesd.host.exit_layer import DeepContextHead, ExitHead
-from vllm_eesd.host.layer_call import carries_residual, normed, run_layer, summed
+from vllm_eesd.host.model.draft_vocabulary import DraftVocabulary
+from vllm_eesd.host.model.exit_head import DeepContextHead, ExitHead
+from vllm_eesd.host.model.layers import carries_residual, normed, run_layer, summed
 
 #: What every compiled draft step's batch is.
 DYNAMIC = {"input_ids": 0, "positions": 0, "context": 0}

@@ -1,0 +1,1 @@
+"""The adapter for vLLM's Model Runner V1, which runs on CPUs."""

@@ -1,0 +1,57 @@
+"""Model Runner V1's steps, timed at start-up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from vllm_eesd.host.compat import create_forward_context, override_forward_context
+from vllm_eesd.host.cost_profile import Job, profile, timed
+from vllm_eesd.host.model.draft_step import DraftStep
+from vllm_eesd.policy import CostModel
+
+
+def profile_costs(runner: Any, step: DraftStep, costs: CostModel) -> None:
+    """Give `costs` something to start from.
+
+    Without requests there is no attention: what is timed are the layers' matrices, the norms and the LM head, which is
+    what grows with the number of tokens. What an engine step takes on top is learned from the first steps.
+
+    Args:
+        runner: vLLM's GPUModelRunner, its model compiled.
+        step: the compiled draft step.
+    """
+    longest = runner.num_spec_tokens
+
+    def forward(num_tokens: int) -> Job:
+        return timed(forward_call(runner, num_tokens))
+
+    profile(runner, longest, forward, lambda num_rows: timed(draft_call(runner, step, num_rows)), costs)
+
+
+def forward_call(runner: Any, num_tokens: int) -> Callable[[], None]:
+    """Return a call that runs the target and its LM head over `num_tokens` tokens, without attention."""
+
+    def forward() -> None:
+        hidden_states, _ = runner._dummy_run(num_tokens)
+        runner.model.compute_logits(hidden_states[:num_tokens])
+
+    return forward
+
+
+def draft_call(runner: Any, step: DraftStep, num_rows: int) -> Callable[[], None]:
+    """Return a call that runs a draft step of `num_rows` rows, without attention."""
+    rows = torch.zeros(num_rows, dtype=torch.int64)
+    model_config = runner.model_config
+    hidden_states = torch.zeros(num_rows, model_config.get_hidden_size(), dtype=model_config.dtype)
+    context = create_forward_context(None, runner.vllm_config)
+
+    def draft() -> None:
+        if runner.lora_config:  # the mapping of the last forward is for another number of tokens
+            runner._set_active_loras((0,) * num_rows, (0,) * num_rows, set())
+        with torch.inference_mode(), override_forward_context(context):
+            step(rows, rows, step.round_context(hidden_states))
+
+    return draft

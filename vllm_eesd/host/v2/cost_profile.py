@@ -1,0 +1,57 @@
+"""Model Runner V2's steps, timed at start-up."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from vllm_eesd.host.cost_profile import Job, profile
+from vllm_eesd.host.v2.readback import Timestamps
+from vllm_eesd.policy import CostModel
+
+
+def profile_costs(runner: Any, speculator: Any, costs: CostModel) -> None:
+    """Give `costs` something to start from: dummy runs, which have attention and replay CUDA graphs where serving does.
+
+    Forwards and draft steps are both timed as the device sees them while it has work waiting, which is how steps are
+    timed while serving: what the host does meanwhile is hidden behind them.
+
+    Args:
+        runner: vLLM's GPUModelRunner, warmed up and its graphs captured.
+        speculator: the `EarlyExitSpeculator`.
+    """
+    on_gpu = runner.device.type == "cuda"
+    synchronize = torch.cuda.synchronize if on_gpu else lambda: None
+
+    @torch.inference_mode()
+    def run(num_tokens: int) -> None:
+        hidden_states, _ = runner._dummy_run(num_tokens)
+        runner.model.compute_logits(hidden_states[:num_tokens])
+
+    def forward(num_tokens: int) -> Job:
+        def job() -> float:
+            speculator.rests_in_dummy_runs = True
+            try:
+                if on_gpu:
+                    run(num_tokens)  # the device is busy with it while the host prepares the one that is timed
+                times = Timestamps(runner.device)
+                times.mark()
+                run(num_tokens)
+                times.mark()
+                synchronize()
+            finally:
+                speculator.rests_in_dummy_runs = False
+            return times.ms(times, 0, 1)
+
+        return job
+
+    def draft(num_rows: int) -> Job:
+        def job() -> float:
+            runner._dummy_run(num_rows)
+            synchronize()
+            return speculator.dummy_times.ms(speculator.dummy_times, 0, 1)
+
+        return job
+
+    profile(runner, speculator.num_speculative_tokens, forward, draft, costs)
