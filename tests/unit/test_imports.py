@@ -20,7 +20,7 @@ ALLOWED_PARTS = {
     "policy": {"config", "policy_args"},
     "trace": {"config", "policy"},
     "round_trace": {"config", "policy"},
-    "round": {"config", "policy"},
+    "round": {"config", "policy", "request_options"},
     "request_options": {"config"},
     "exit_head": CORE,
     "verify": CORE,

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+import vllm_eesd.policy.expected_gain as expected_gain
 from vllm_eesd.config import MAX_SPECULATIVE_TOKENS
-from vllm_eesd.policy import expected_gain
 from vllm_eesd.policy.calibration import Calibration
 from vllm_eesd.policy.costs import CostModel
 from vllm_eesd.policy.guard import Guard
