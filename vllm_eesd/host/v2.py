@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import numpy as np
@@ -130,8 +131,10 @@ class EarlyExitSpeculator(DraftSteps):
         Called once the worker is warmed up, which vLLM does with requests and drafts of its own making.
         """
         self.warm_up(runner)
-        profile_v2_costs(runner, self, self.policy.costs)
-        self.rounds.start_afresh()
+        self.rounds.forget_requests()
+        suppress = getattr(getattr(runner, "eplb", None), "suppress", contextlib.nullcontext)
+        with suppress():  # vLLM 0.33 counts the experts that forwards choose, of the dummy runs as well
+            profile_v2_costs(runner, self, self.policy.costs)
         self.rounds.learns = True
 
     def ragged_verification(self, query_start_loc: torch.Tensor) -> RaggedVerification:

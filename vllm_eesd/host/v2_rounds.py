@@ -36,9 +36,8 @@ class Rounds:
     def __init__(
         self, config: EESDSpeculativeConfig, max_num_reqs: int, max_model_len: int, device: torch.device
     ) -> None:
-        self.policy = build_dispatch(config, max_num_reqs)
+        self._config, self._max_num_reqs = config, max_num_reqs
         self.stats = DraftStats(config.num_speculative_tokens)
-        self.requests = RunningRequests(max_num_reqs, config.num_speculative_tokens, self.policy)
         #: [max_num_reqs] int64, length of each slot's current draft.
         self.num_drafted = np.zeros(max_num_reqs, dtype=np.int64)
         self._device = device
@@ -48,15 +47,21 @@ class Rounds:
         self._num_tokens = np.zeros(max_num_reqs, dtype=np.int64)
         self._generation = np.zeros(max_num_reqs, dtype=np.int64)
         self._has_grammar = np.zeros(max_num_reqs, dtype=bool)
-        #: What the requests of all slots ever used asked for, and the slots whose policy does not know it yet.
-        self._requested: dict[int, NewRequest] = {}
-        self._not_admitted: set[int] = set()
         self.round_trace = open_trace(config)
         #: False while the worker warms up: its requests are made up, and its steps wait for compilers.
         self.learns = True
         self._num_shared = 0
         self._reported = self._began_s = time.perf_counter()
-        self._forget_steps()
+        self._state_saved = True
+        self.forget_requests()
+
+    def forget_requests(self) -> None:
+        """Begin with a new policy that has met no request: those of the worker's warm-up are made up."""
+        self.policy = build_dispatch(self._config, self._max_num_reqs)
+        self.requests = RunningRequests(self._max_num_reqs, self._config.num_speculative_tokens, self.policy)
+        #: What the requests of all slots ever used asked for, and the slots whose policy does not know it yet.
+        self._requested: dict[int, NewRequest] = {}
+        self.start_afresh()
 
     def admit(self, slots: Sequence[int], new_requests: Sequence[Any]) -> None:
         """Take in requests that start or come back from preemption.
