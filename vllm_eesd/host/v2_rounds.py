@@ -275,6 +275,9 @@ class Rounds:
         try:
             self.policy.save_state()
         except OSError as error:
-            logger.warning("eesd: policy_args.state_file cannot be written: %s", error)
+            if self._state_saved:
+                logger.warning("eesd: policy_args.state_file cannot be written, nothing is kept: %s", error)
+            self._state_saved = False
         if self.stats.rounds:
             logger.info("EESD: %s", self.stats.summary())
+            self._state_saved = True
