@@ -152,10 +152,10 @@ class EarlyExitSpeculator(DraftSteps):
         if self.breaker.is_open:
             return
         try:
+            self.rounds.max_model_len = self.max_model_len
             self.rounds.admit(slots, new_requests)
         except Exception as error:
             self._survive(error)
-            self.rounds.max_model_len = self.max_model_len
 
     def draft_lengths(self, req_ids: list[str]) -> list[int]:
         """Return the length of each request's current draft; 0 for those that have ended."""
@@ -269,3 +269,4 @@ class EarlyExitSpeculator(DraftSteps):
                             event.synchronize()
                     self.rounds.decide(confidence.numpy())
             step += 1
+        self.rounds.end(self.draft_token_confidence_probs[:num_reqs])
