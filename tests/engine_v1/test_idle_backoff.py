@@ -18,8 +18,9 @@ def prompts():
 
 
 @pytest.fixture
-def decisions(monkeypatch):
-    """Make a decision as expensive as it can be; list the batch size of every one."""
+def decisions(monkeypatch, step_times):
+    """Make a decision as expensive as it can be, and a draft step as ten forwards; list the batch size of every one."""
+    step_times(draft_step_ms=20)
     seen, begin = [], Goodput.begin
 
     def counting(self, slots, limits):

@@ -18,7 +18,7 @@ host = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(host)
 random_target, eight_token_target, cloned_head = host.random_target, host.eight_token_target, host.cloned_head
 greedy, preemptions = host.greedy, host.preemptions
-host_engine = host.engine
+host_engine, no_faults_but_planted_ones = host.engine, host.no_faults_but_planted_ones
 
 # It would outdo `kv_cache_memory_bytes` below.
 os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
@@ -82,9 +82,9 @@ def force_kernels():
     def force(patch, exit_head_rows=None):
         if not torch.cuda.is_available():
             import vllm.v1.worker.cpu.shm  # noqa: F401  # as the worker: before anything of V2
-        from vllm_eesd.host.v2 import kernel_choice
-        from vllm_eesd.host.v2 import kernel_ops as v2_kernels
-        from vllm_eesd.host.v2 import kv_fill as v2_kv_fill
+        from vllm_eesd.host.v2.speculator import kernel_choice
+        from vllm_eesd.host.v2.speculator import kernel_ops as v2_kernels
+        from vllm_eesd.host.v2.speculator import kv_fill as v2_kv_fill
 
         calls = collections.Counter()
 

@@ -29,7 +29,7 @@ def launches(monkeypatch):
     """{"served" or "warm-up": {(kernel, kinds of its arguments, its constants)}}."""
     if not torch.cuda.is_available():
         import vllm.v1.worker.cpu.shm  # noqa: F401  # as the worker: before anything of V2
-    from vllm_eesd.kernels import rejection
+    from vllm_eesd.kernels.gpu import rejection
 
     from vllm_eesd.host.v2.speculator import EarlyExitSpeculator
 

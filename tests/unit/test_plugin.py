@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from vllm_eesd.host import engine_seams, plugin, seams, vllm_source, worker_seams
-from vllm_eesd.host.v1 import seams as v1_seams
+from vllm_eesd.host.v1.proposer import seams as v1_seams
 
 SEAMS = [seam for records in plugin.PLACES.values() for seam in records]
 TARGETS = [seam.target for seam in SEAMS]
