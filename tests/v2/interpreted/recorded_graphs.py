@@ -69,7 +69,11 @@ class Capture(TorchDispatchMode):
         if name in READING or by_mask:
             raise RuntimeError(f"{function} reads the device's values on the host while a graph is captured")
         result = function(*args, **kwargs)
-        if not function.is_view and name not in RESERVING:
+        given = {_storage(tensor) for tensor in _tensors((args, kwargs))}
+        # `to` and `reshape` say that they may give a view: what they gave decides.
+        results = [_storage(tensor) for tensor in _tensors(result)]
+        is_view = bool(results) and given.issuperset(results) and not function._schema.is_mutable
+        if not is_view and name not in RESERVING:
             self.graph.calls.append(_again(function, args, kwargs, result))
         return result
 
@@ -91,7 +95,8 @@ def _again(function: Callable[..., Any], args: Any, kwargs: Any, result: Any) ->
     made = [None if _storage(tensor) in given else _memory(tensor) for tensor in _tensors(result)]
 
     def call() -> None:
-        for memory, value in zip(made, _tensors(function(*args, **kwargs)), strict=bool(made)):
+        values = _tensors(function(*args, **kwargs))
+        for memory, value in zip(made, values[: len(made)], strict=True):
             if memory is not None:
                 memory.copy_(value)
 

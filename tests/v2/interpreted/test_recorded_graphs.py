@@ -61,6 +61,21 @@ def test_results_of_several_tensors_and_given_memory():
     assert [r.tolist() for r in results] == [[5, 7], [0, 1]] and values.tolist() == [6, 9]
 
 
+def test_what_may_be_a_view_or_a_copy():
+    x, ids = torch.arange(4.0).view(2, 2), torch.zeros(4, dtype=torch.int32)
+
+    def step():
+        ids[:] = x.t().reshape(4).int()  # a copy, and another one
+        return x.reshape(4), x.float(), x.t().contiguous(), x.long()
+
+    graph, results = captured(step)
+    x.add_(4)
+    graph.replay()
+    assert ids.tolist() == [4, 6, 5, 7]
+    assert [r.flatten().tolist() for r in results] == [[4, 5, 6, 7], [4, 5, 6, 7], [4, 6, 5, 7], [4, 5, 6, 7]]
+    assert len(graph.calls) == 5
+
+
 def test_a_buffer_that_moves_is_not_followed():
     holder = {"x": torch.ones(2)}
     graph, result = captured(lambda: holder["x"] + 1)
