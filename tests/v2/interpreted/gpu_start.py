@@ -20,11 +20,12 @@ class Seen:
         graphs: every graph captured, those of the memory profile first.
         graph_memory: what `profile_cudagraph_memory` returned, bytes.
         num_profiled: graphs captured by it.
+        warm_up_rounds: rounds of the made-up requests that vLLM's `warmup_kernels` runs.
     """
 
     graphs: list[recorded_graphs.Graph]
     graph_memory: int | None = None
-    num_profiled = 0
+    num_profiled = warm_up_rounds = 0
 
 
 @contextlib.contextmanager
@@ -66,6 +67,15 @@ def as_on_a_gpu(mode: str, sizes: list[int], updates_in_graphs: bool = False):
             seen.num_profiled = len(seen.graphs)
         return memory
 
+    warm_up = gpu_worker.warmup_kernels
+
+    def warmup_kernels(runner, execute_model, sample_tokens):
+        def counted(*args):
+            seen.warm_up_rounds += 1
+            return sample_tokens(*args)
+
+        warm_up(runner, execute_model, counted)
+
     def gpu_start(self):
         return gpu_worker.Worker.compile_or_warm_up_model(self)  # EESD's wrapper, which a worker has put there
 
@@ -80,6 +90,7 @@ def as_on_a_gpu(mode: str, sizes: list[int], updates_in_graphs: bool = False):
         # Its loop over rows is one that the interpreter runs with Python's numbers, which have no `to`.
         patch.setattr(topk_topp_sampler, "HAS_TRITON", False)
         # It tunes kernels of libraries that are for GPUs only.
+        patch.setattr(gpu_worker, "warmup_kernels", warmup_kernels)
         patch.setattr(gpu_worker, "kernel_warmup", lambda worker: None)
         patch.setattr(CPUWorker, "determine_available_memory", determine_available_memory)
         patch.setattr(CPUWorker, "compile_or_warm_up_model", gpu_start)
