@@ -8,10 +8,12 @@ vLLM.
 
 import numpy as np
 import pytest
+import torch
 from gpu_start import as_on_a_gpu
 
 K = 3
-SIZES = [1, 2, 4, 8]
+#: Of graphs in tokens: the draft steps' are as long as batches, the target's K + 1 times that.
+SIZES, DRAFT_SIZES = [1, 2, 4, 8, 32], [1, 2, 4, 8]
 OPTIONS = {"max_model_len": 96, "block_size": 32, "max_num_batched_tokens": 48}
 IN_GRAPHS = {
     "enforce_eager": False,
@@ -74,8 +76,6 @@ def outcome(llm, generate, policy=None):
 
 def corrupt(patch):
     """Make every fourth draft token wrong, behind the graph that made it: drafts are rejected everywhere."""
-    import torch
-
     from vllm_eesd.host.v2 import EarlyExitSpeculator
 
     generator, right = np.random.default_rng(3), EarlyExitSpeculator._run_step
@@ -90,6 +90,7 @@ def corrupt(patch):
     patch.setattr(EarlyExitSpeculator, "_run_step", run_step)
 
 
+@torch.inference_mode()
 def recapture(speculator):
     """Capture the draft steps' graphs anew, as they are now."""
     speculator.init_cudagraph_manager(speculator._graphs.cudagraph_mode)
@@ -107,22 +108,22 @@ def test_greedy_identity_from_graphs(
         random_target, spec, **OPTIONS, **IN_GRAPHS
     ) as llm:
         runner = runner_of(llm)
-        managers = runner.cudagraph_manager, runner.speculator._graphs
-        for manager in managers:
-            assert sorted(graph.num_tokens for graph in manager.graphs) == SIZES
+        targets, drafts = runner.cudagraph_manager.graphs, runner.speculator._graphs.graphs
+        assert sorted(graph.num_tokens for graph in targets) == SIZES
+        assert sorted(graph.num_tokens for graph in drafts) == DRAFT_SIZES
         check_start(seen, runner)
         num_calls = dict(calls or {})
         for policy in ("fixed", "goodput"):
             answers, drafted, accepted = outcome(llm, generate, policy)
             assert answers == expected, policy
-            assert 0 < accepted == drafted, policy
+            assert accepted == drafted and (drafted or policy == "goodput"), policy
         with pytest.MonkeyPatch.context() as patch:
             corrupt(patch)
             answers, drafted, accepted = outcome(llm, generate)
         assert answers == expected
         assert 0 < accepted < drafted
-        for manager in managers:  # every size was of use, and nothing of Python ran in its place
-            assert all(graph.num_replays for graph in manager.graphs.values())
+        assert all(graph.num_replays for graph in drafts.values())
+        assert sum(graph.num_replays > 0 for graph in targets.values()) > 2
         if calls is not None:
             assert num_calls["exit_head"] and num_calls["kv_fill"] and calls["exit_head"] == num_calls["exit_head"]
         if kind == "greedy drafts, kernels":
@@ -132,8 +133,8 @@ def test_greedy_identity_from_graphs(
 def check_start(seen, runner):
     """The memory profile measured its own graphs and left nothing; the policy learned nothing of the warm-up."""
     assert seen.graph_memory is not None and seen.graph_memory >= 0
-    assert seen.num_profiled == 2 + len(SIZES)  # the target's two largest, and the draft steps'
-    assert len(seen.graphs) == seen.num_profiled + 2 * len(SIZES)
+    assert seen.num_profiled == 2 + len(DRAFT_SIZES)  # the target's two largest, and the draft steps'
+    assert len(seen.graphs) == seen.num_profiled + len(SIZES) + len(DRAFT_SIZES)
     assert not any(graph.num_replays for graph in seen.graphs[: seen.num_profiled])
     assert seen.warm_up_rounds > 3  # vLLM's made-up requests were decoded, with drafts,
     rounds = runner.speculator.rounds
@@ -173,14 +174,18 @@ def check_plants(llm, speculator, generate, expected):
     recapture(speculator)
     answers, drafted, accepted = outcome(llm, generate)
     assert answers == expected and 0 < accepted == drafted
-    for owner, name in ((speculator, "_column"), (speculator.input_buffers, "positions")):
-        here = getattr(owner, name)
-        setattr(owner, name, here.clone())  # a buffer that moves: the graph's stays behind
+    buffers = speculator.input_buffers
+    for name in ("input_ids", "positions"):
+        here = getattr(buffers, name)
+        setattr(buffers, name, here.clone())  # a buffer that moves: the graph's stays behind
         answers, drafted, accepted = outcome(llm, generate)
         assert answers == expected and accepted < drafted, name
-        setattr(owner, name, here)
-    reading = staticmethod(lambda self, *args, **kwargs: int(self._column))
+        setattr(buffers, name, here)
+
+    def reading(self, *args, **kwargs):
+        return int(self._column)
+
     with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError, match="reads the device's values"):
-        patch.setattr(EarlyExitSpeculator, "_draft", reading.__func__)
+        patch.setattr(EarlyExitSpeculator, "_draft", reading)
         recapture(speculator)
     recapture(speculator)
