@@ -138,7 +138,7 @@ def check_start(seen, runner):
     assert not any(graph.num_replays for graph in seen.graphs[: seen.num_profiled])
     assert seen.warm_up_rounds > 3  # vLLM's made-up requests were decoded, with drafts,
     rounds = runner.speculator.rounds
-    assert rounds.stats.rounds == rounds.stats.drafted == rounds.stats.drafter_faults == 0  # and not counted
+    assert rounds.stats.rounds == rounds.stats.emitted == runner.speculator.breaker.num_faults == 0  # and not counted
     policy = rounds.policy
     assert not policy.costs.state()["verify_ms"]
     fresh = fresh_policy(runner)
