@@ -32,10 +32,10 @@ def engine(host_engine):
     """As the host's `engine`, small, on V2; `async_scheduling=True` is honoured, which vLLM turns off on a CPU."""
     from vllm.platforms import current_platform
 
-    check_and_update_config = type(current_platform).check_and_update_config
-
     @contextlib.contextmanager
     def open_engine(target, spec=None, async_scheduling=False, **options):
+        check_and_update_config = type(current_platform).check_and_update_config
+
         def keep_asynchronous(vllm_config):
             check_and_update_config(vllm_config)
             vllm_config.scheduler_config.async_scheduling = async_scheduling

@@ -1,0 +1,132 @@
+"""What a round does to the device's buffers, with every one of them on torch's `meta` device.
+
+`meta` tensors have no values, so reading one on the host fails; and an operator that mixes in a tensor of the CPU
+fails as it would with CUDA's. Neither shows where the device is the CPU itself.
+"""
+
+import contextlib
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+MAX_REQS, K, NUM_REQS, HIDDEN_SIZE, VOCAB_SIZE = 4, 3, 3, 16, 32
+META = torch.device("meta")
+
+
+class OnlyMeta(TorchDispatchMode):
+    """Fails on operators that touch a tensor of the CPU: torch lets those of no dimension pass, a graph does not."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        tensors = [leaf for leaf in tree_leaves((args, kwargs, result)) if isinstance(leaf, torch.Tensor)]
+        assert all(tensor.device == META for tensor in tensors), f"{function} touches a tensor of the host"
+        return result
+
+
+@pytest.fixture(scope="module")
+def steps():
+    if not torch.cuda.is_available():
+        import vllm.v1.worker.cpu.shm  # noqa: F401  # as the worker: before anything of V2
+    from vllm_eesd.host.v2 import draft_steps as v2_draft_steps
+
+    return v2_draft_steps
+
+
+def model(input_ids, positions, context):
+    """A draft step that reads all it is given."""
+    hidden_states = torch.zeros(len(input_ids), VOCAB_SIZE, device=META) + positions[:, None] + input_ids[:, None]
+    if context is not None:
+        hidden_states = hidden_states + context.sum(dim=1, keepdim=True)
+    best = hidden_states.max(dim=-1)
+    return best.indices, best.values, hidden_states
+
+
+model.round_context = lambda hidden_states: hidden_states * 2
+model.whole_logits = lambda logits: logits
+
+
+@pytest.fixture(params=["one head", "deep_context", "probabilistic"])
+def drafting(request, steps, monkeypatch):
+    """DraftSteps whose buffers have no values."""
+    monkeypatch.setattr(steps, "set_forward_context", lambda *args, **kwargs: contextlib.nullcontext())
+    self = object.__new__(type("Concrete", (steps.DraftSteps,), {"load_draft_model": None, "propose": None}))
+    self.max_num_reqs, self.num_speculative_steps, self.max_model_len = MAX_REQS, K, 20
+    self.vllm_config, self._graphs, self.supports_decode_metadata_update = None, None, False
+    self.model, self._kv_group, self.use_fp64_gumbel = model, 0, False
+    empty = {"device": META, "dtype": torch.int64}
+    self.input_buffers = SimpleNamespace(
+        input_ids=torch.zeros(8, device=META, dtype=torch.int32),
+        positions=torch.zeros(8, **empty),
+        seq_lens=torch.zeros(MAX_REQS, device=META, dtype=torch.int32),
+        query_start_loc=torch.zeros(MAX_REQS + 1, device=META, dtype=torch.int32),
+    )
+    num_blocks = torch.zeros(1, MAX_REQS, device=META, dtype=torch.int32)
+    self.block_tables = SimpleNamespace(num_blocks=SimpleNamespace(gpu=num_blocks), block_sizes=[4])
+    self.idx_mapping, self.seeds = torch.zeros(MAX_REQS, **empty), torch.zeros(MAX_REQS, **empty)
+    self.temperature = torch.zeros(MAX_REQS, device=META)
+    self.draft_tokens = torch.zeros(MAX_REQS, K, **empty)
+    self.draft_token_confidence_probs = torch.zeros(MAX_REQS, K, device=META)
+    self._column, self._position_limit = torch.zeros(1, **empty), torch.zeros(MAX_REQS, **empty)
+    self._arange = torch.arange(MAX_REQS + 1, device=META, dtype=torch.int32)
+    deep = request.param == "deep_context"
+    self._round_context = torch.zeros(MAX_REQS, HIDDEN_SIZE, device=META) if deep else None
+    self.draft_logits = None
+    if request.param == "probabilistic":
+        self.draft_logits = torch.zeros(MAX_REQS, K, VOCAB_SIZE, device=META)
+        monkeypatch.setattr(steps, "gumbel_sample", lambda logits, *args, **kwargs: logits.argmax(dim=-1))
+    return self
+
+
+def run_a_round(drafting, steps):
+    """All that a round does to the device, but for the model and the attention's metadata."""
+    ints = {"device": META, "dtype": torch.int32}
+    batch = SimpleNamespace(
+        num_reqs=NUM_REQS,
+        idx_mapping=torch.zeros(NUM_REQS, device=META, dtype=torch.int64),
+        seq_lens=torch.zeros(NUM_REQS, **ints),
+        query_start_loc=torch.zeros(NUM_REQS + 1, **ints),
+    )
+    last_sampled = torch.zeros(MAX_REQS, 1, device=META, dtype=torch.int64)
+    counts = torch.zeros(NUM_REQS, **ints), torch.zeros(NUM_REQS, **ints)
+    step = steps.TargetStep(batch, torch.zeros(8, HIDDEN_SIZE, device=META), *counts, last_sampled)
+    temperature, seeds = torch.zeros_like(drafting.temperature), torch.zeros_like(drafting.seeds)
+    with torch.inference_mode(), OnlyMeta():
+        for dummy_run in (False, True):
+            drafting._copy_request_inputs(NUM_REQS, batch.idx_mapping, temperature, seeds, dummy_run=dummy_run)
+            drafting._prepare(step)
+            for num_tokens in (NUM_REQS, MAX_REQS):  # as many as there are requests, and a graph's padded batch
+                drafting._draft(num_tokens, num_tokens, None, None, None, None)
+
+
+def test_a_round_needs_no_value_on_the_host_and_nothing_of_the_host(drafting, steps):
+    run_a_round(drafting, steps)
+
+
+PLANTS = {
+    "item": (lambda self: self._column.item(), "meta"),
+    "bool": (lambda self: bool(self.idx_mapping[0] < 0), "meta"),
+    "tolist": (lambda self: self.input_buffers.seq_lens.tolist(), "meta"),
+    "mask": (lambda self: self.idx_mapping[self.idx_mapping >= 0], "meta"),
+    "operand": (lambda self: self.idx_mapping.add_(torch.ones(MAX_REQS, dtype=torch.int64)), "(meta|host)"),
+    "scalar operand": (lambda self: self.idx_mapping.add_(torch.ones((), dtype=torch.int64)), "host"),
+    "index": (lambda self: self.idx_mapping[torch.zeros(2, dtype=torch.int64)], "(meta|host)"),
+}
+
+
+@pytest.mark.parametrize("drafting", ["one head"], indirect=True)
+@pytest.mark.parametrize("place", ["_copy_request_inputs", "_prepare", "_draft"])
+@pytest.mark.parametrize("plant", PLANTS)
+def test_a_planted_one_is_noticed(drafting, steps, monkeypatch, plant, place):
+    does, says = PLANTS[plant]
+    original = getattr(type(drafting), place)
+
+    def planted(self, *args, **kwargs):
+        original(self, *args, **kwargs)
+        does(self)
+
+    monkeypatch.setattr(type(drafting), place, planted)
+    with pytest.raises((RuntimeError, NotImplementedError, AssertionError), match=says):
+        run_a_round(drafting, steps)
