@@ -1,4 +1,4 @@
-"""Sections of docs/results.md about what stands behind the speedups: a step's time, the plan, the peers' training."""
+"""Sections of docs/results.md about what stands behind the speedups: a step's time, the peers' training."""
 
 from __future__ import annotations
 
@@ -89,29 +89,6 @@ def plot_waterfall(rows: list[dict[str, Any]]) -> Figure:
         axes.set_xlabel("ms; dotted: the ideal round")
         axes.set_title(f"batch {row['batch']}: {row['efficiency']:.0%} of the ideal speedup", fontsize="medium")
     return figure
-
-
-def plan_section(content: dict[str, Any], table: Table, origin: str) -> str:
-    """Return the section about plan-*.json, of `measure_all.validation`."""
-    rows = [
-        (
-            row["batch"],
-            f"{row['measured']:.2f}x",
-            *(
-                f"{row[name]:.2f}x ({row[name] / row['measured'] - 1:+.0%})"
-                for name in ("at_measured_costs", "at_modelled_costs")
-            ),
-        )
-        for row in content["rows"]
-    ]
-    headings = ("batch", "measured", "predicted from measured costs", "from a roofline of the other sizes' costs")
-    return (
-        "## The plan against the measurement\n\n"
-        f"What `eesd plan`'s replay predicts for the first table's eesd-head rows (`vllm_eesd/simulate/validate.py`): "
-        f"recorded acceptance ({content['trace']}), closed batches, the prompts' time included. Once from what steps "
-        "cost in that session; once from a roofline fitted to the steps of all other batch sizes, as for a size that "
-        f"was never run. {origin}\n\n" + table(headings, rows)
-    )
 
 
 def methods_note(methods: dict[str, dict[str, Any]]) -> str:

@@ -4,7 +4,7 @@
 
 `make bench` measures (benchmarks/measure_all.py) and then runs this. Read are latency-*.json (rows of
 `eesd bench latency`), throughput-*.json (`eesd bench throughput`), waterfall.json (benchmarks/waterfall.py),
-plan-*.json, methods.json, *.csv (benchmarks/harness.py) and published.json (others' figures, each with its source);
+methods.json, *.csv (benchmarks/harness.py) and published.json (others' figures, each with its source);
 what is not there is left out. readme_table.py makes the README's table of the same files.
 """
 
@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from efficiency_page import methods_note, plan_section, plot_waterfall, waterfall_section
+from efficiency_page import methods_note, plot_waterfall, waterfall_section
 from matplotlib.figure import Figure
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -64,8 +64,6 @@ def main(results: Path = RESULTS, page: Path = PAGE) -> None:
         rows = read(results / "waterfall.json")
         save(plot_waterfall(rows), page.with_name("results-waterfall.png"))
         sections.append(waterfall_section(rows, table, origin(rows[0])))
-    plans = [read(path) for path in sorted(results.glob("plan-*.json"))]
-    sections += [plan_section(plan, table, origin(plan)) for plan in plans]
     sections += [kernel_section(path) for path in sorted(results.glob("*.csv"))]
     if (results / "published.json").exists():
         sections.append(published_section(read(results / "published.json")))

@@ -271,7 +271,7 @@ def _add_simulate(commands) -> None:
 def _add_plan(commands) -> None:
     plan = commands.add_parser("plan", help="what recorded acceptance would be worth on another machine and model")
     plan.add_argument("--trace", required=True, metavar="TRACE", help="dense trace, made by `eesd trace-record`")
-    plan.add_argument("--gpu", required=True, metavar="G", help="a100, b200, h100, h200, l4, l40s; or measured")
+    plan.add_argument("--gpu", required=True, metavar="G", help="a100, b200, h100, h200, l4 or l40s")
     plan.add_argument("--exit-layer", type=_positive, required=True, metavar="N", help="target layers a draft runs")
     plan.add_argument("--headless", action="store_true", help="without an exit layer behind them")
     plan.add_argument("--model", metavar="DIR", help="read the target's sizes from its config.json")

@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 #: Bytes of a weight. With fp8 weights keys, values and what devices send each other stay in bfloat16, vLLM's default.
 WEIGHT_BYTES = {"float32": 4.0, "bfloat16": 2.0, "fp8": 1.0}
@@ -197,17 +197,7 @@ class Roofline:
         return (weights + kv) / self.tp / 1e9
 
 
-class StepTimes(Protocol):
-    """What a plan needs to know of a machine."""
-
-    overheads: Overheads
-
-    def verify_ms(self, num_reqs: int, num_drafts: int) -> float: ...
-
-    def draft_step_ms(self, num_reqs: int) -> float: ...
-
-
-def costs_of(times: StepTimes, batch: int, longest_draft: int) -> dict[str, Any]:
+def costs_of(times: Roofline, batch: int, longest_draft: int) -> dict[str, Any]:
     """Return these times in the form of `CostModel.state`, for batches up to `batch`."""
     sizes = _ladder(batch)
     verify = {str(size): [[k, times.verify_ms(size, k)] for k in (0, *_ladder(size * longest_draft))] for size in sizes}
