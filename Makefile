@@ -42,7 +42,7 @@ fuzz: $(STAMP)
 		--fuzz-examples $(EXAMPLES) --report benchmarks/results/fuzz.json $(ARGS)
 
 soak: $(STAMP)
-	PYTHONPATH=benchmarks $(VENV)/bin/python benchmarks/soak.py --minutes $(MINUTES) \
+	PYTHONPATH=tests/soak $(VENV)/bin/python tests/soak/soak.py --minutes $(MINUTES) \
 		--json benchmarks/results/soak.json $(ARGS)
 
 reliability: $(STAMP)

@@ -109,7 +109,7 @@ def test_the_page_with_a_soak(page, tmp_path, wrong, said):
     ],
 )
 def test_the_soak_finds_what_is_wrong(monkeypatch, change, found):
-    monkeypatch.syspath_prepend(str(REPOSITORY / "benchmarks"))
+    monkeypatch.syspath_prepend(str(REPOSITORY / "tests" / "soak"))
     import soak
 
     wrong = soak.judge(GOOD | change)

@@ -30,7 +30,7 @@ from soak_server import Server
 
 from vllm_eesd.bench.hardware import provenance
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "models" / "eesd-code-10m"
 #: Where faults are planted in turn, never so many so close together that they switch speculation off.
 FAULT_PLACES = ("step", "policy", "requests")
