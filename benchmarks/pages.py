@@ -26,7 +26,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS, DOCS, README = ROOT / "benchmarks" / "results", ROOT / "docs", ROOT / "README.md"
 OPEN, CLOSE = "<!-- figures -->", "<!-- /figures -->"
-#: What a workload's prompts are; benchmarks/make_workloads.py and models/make_prompts.py make them.
+#: What a workload's prompts are; models/make/make_workloads.py and models/make_prompts.py make them.
 WORKLOADS = {
     "held_out_code": "Pieces of source files that the model never saw.",
     "repetitive_code": "Held-out code and the beginning of a copy of it with one name changed.",
@@ -43,7 +43,7 @@ HIDDEN_COLUMNS = ("hardware", "versions", "git_sha", "ms_min", "ms_max", "bytes"
 LIVE = {
     "live_policies.json": "the embedded model",
     "live_policies-random_135m.json": "134 million random weights, the exit head untrained "
-    "(`benchmarks/make_random_target.py`)",
+    "(`models/make/make_random_target.py`)",
 }
 RECORDED = [ROOT / "models" / "traces" / f"{n}.jsonl.gz" for n in ("held_out_code", "repetitive_code", "random_tokens")]
 BATCHES = (1, 8)

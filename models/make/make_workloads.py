@@ -1,6 +1,6 @@
 """Write the other workloads beside models/prompts/held_out_code.jsonl, all made of what is there.
 
-    python benchmarks/make_workloads.py
+    python models/make/make_workloads.py
 
 `repetitive_code.jsonl`: each held-out prompt, then the beginning of a copy of it with one name changed, as an editor
 sends it when code is copied and adapted. `random_tokens.jsonl`: uniformly random token ids, decoded: nothing to
@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from transformers import AutoTokenizer
 
-PROMPTS = Path(__file__).resolve().parents[1] / "models" / "prompts"
+PROMPTS = Path(__file__).resolve().parents[2] / "models" / "prompts"
 #: Share of the copy that the prompt already holds: the model has to see that it is one.
 SHOWN = 0.3
 RANDOM_TOKENS = 64
