@@ -10,11 +10,12 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE = "vllm_eesd"
 
 CORE = {"config", "policy", "stats", "trace", "round_trace", "drafting", "exit_head", "verify", "kernels"}
-CORE |= {"request_options", "continuations"}
+CORE |= {"request_options", "continuations", "flags"}
 # Part -> parts of this package that it may import, besides itself and the bare package (its version).
 ALLOWED_PARTS = {
     "__init__": {"config"},
     "config": set(),
+    "flags": {"config"},
     "kernels": set(),
     "policy": {"config"},
     "stats": {"config"},

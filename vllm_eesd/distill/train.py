@@ -6,16 +6,16 @@ import math
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any
 
 import numpy as np
 import torch
-from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from vllm_eesd.distill.config import TrainConfig
 from vllm_eesd.distill.data import TokenData
-from vllm_eesd.distill.losses import LOSS_NAMES, build_loss, distillation_loss
+from vllm_eesd.distill.losses import build_loss, distillation_loss
 from vllm_eesd.distill.metrics import LONGEST_DRAFT
 from vllm_eesd.distill.model import Target
 from vllm_eesd.distill.processes import ALONE, Processes
@@ -28,48 +28,6 @@ WARMUP_STEPS = 30
 DEFAULT_LR = 0.14
 FINAL_LR_SHARE = 0.01
 SAVE_EVERY_S = 120
-
-
-class TrainConfig(BaseModel):
-    """How to train. The learning rate goes up over WARMUP_STEPS, then down along a cosine.
-
-    Attributes:
-        steps: optimizer steps of the whole run, resumed parts included.
-        minutes: stop after this long, resumed parts included, if earlier than steps; None is no limit.
-        batch: windows a step.
-        seq_len: tokens a window.
-        accumulate: parts a process computes its share of a step in, one after the other, to save memory.
-        lr: the highest learning rate, of Muon for matrices and AdamW for norms; None goes by the target's width.
-        init: what the head starts from: the target's "last" or "exit" layer, or the directory of a head.
-        loss: what the head minimises, see `vllm_eesd.distill.losses`.
-        jsd_beta: of the loss `jsd`.
-        head_type: of the head, see `vllm_eesd.distill.model`.
-        draft_vocab: tokens the head drafts from, the most frequent ones of the data; None is the whole vocabulary.
-        seed: of the order of the data and of generated text.
-        compile: torch.compile the step; slow to start, about a fifth faster on a CPU.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    steps: int = Field(1000, ge=1)
-    minutes: float | None = Field(None, gt=0)
-    batch: int = Field(8, ge=1)
-    seq_len: int = Field(512, ge=2)
-    accumulate: int = Field(1, ge=1)
-    lr: float | None = Field(None, gt=0)
-    init: str = "last"
-    loss: Literal[LOSS_NAMES] = "forward_kl"
-    jsd_beta: float = Field(0.5, gt=0, lt=1)
-    head_type: Literal["transformer", "deep_context", "mlp"] = "deep_context"
-    draft_vocab: int | None = Field(None, ge=1)
-    seed: int = Field(0, ge=0)
-    compile: bool = False
-
-    @model_validator(mode="after")
-    def _text_is_in_the_vocabulary(self) -> Self:
-        if self.draft_vocab is not None and self.loss == "ce_text":
-            raise ValueError("loss is 'ce_text', must be another one with draft_vocab: text has tokens outside it")
-        return self
 
 
 def train(
