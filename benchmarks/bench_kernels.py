@@ -1,6 +1,6 @@
 """Time the kernels against torch, vLLM's own and FlashInfer's: bytes, share of a copy's bandwidth, ratio to each peer.
 
-    python benchmarks/bench_kernels.py                     # the device at hand, every shape
+    python benchmarks/bench_kernels.py                     # this machine's device, every shape
     python benchmarks/bench_kernels.py --quick             # embedded model's shapes and one real one
     python benchmarks/bench_kernels.py --plot              # only the plot, from the CSV
 

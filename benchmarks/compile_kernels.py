@@ -174,7 +174,7 @@ def compile_for(case: Case, capability: int, **options: int) -> Resources:
     Args:
         case: what to compile.
         capability: 90 for sm_90.
-        options: of Triton's compiler, besides the case's own.
+        options: of Triton's compiler, in addition to the case's own.
     """
     names = case.kernel.arg_names
     signature, attributes = {}, {}

@@ -24,10 +24,10 @@ from typing import Any
 
 from vllm_eesd.bench.engines import METHODS, TRAINED_PEERS, EngineSettings, encode_prompts, running_engines
 from vllm_eesd.bench.hardware import provenance
-from vllm_eesd.bench.latency import measured_rows, open_console, report_gate, reporting, results_table, write_json
+from vllm_eesd.bench.latency import latency_rows, latency_table, open_console, report_gate, reporting, write_json
+from vllm_eesd.bench.measure import Work
 from vllm_eesd.bench.prompts import read_prompts
-from vllm_eesd.bench.throughput import measured_rows as arriving_rows
-from vllm_eesd.bench.throughput import results_table as arriving_table
+from vllm_eesd.bench.throughput import arrival_rows, arrival_table
 
 ROOT = Path(__file__).resolve().parents[1]
 PROMPTS, RESULTS, BUILD = ROOT / "models" / "prompts", ROOT / "benchmarks" / "results", ROOT / "build" / "bench"
@@ -43,7 +43,7 @@ class Size:
     Attributes:
         prompts: its first so many.
         batches: requests at once.
-        rounds: timed, behind one of warming up.
+        rounds: timed, after one of warming up.
         head_alone: whether EESD also runs without n-gram continuations.
         alone: at batch 1 only the first so many, because there they take longest; None: all.
         max_tokens: per prompt.
@@ -67,7 +67,7 @@ class Size:
 WORKLOADS = {
     HELD_OUT: Size(16, (1, 4, 8, 16), 3, head_alone=True, alone=6),
     "repetitive_code": Size(8, (1, 8), 3, alone=4),
-    # Greedy, the model repeats itself behind them: then nothing is as easy to draft as what cannot be predicted.
+    # Greedy, the model soon repeats itself after random tokens, which is easy to draft; so they are sampled.
     "random_tokens": Size(8, (1, 8), 3, alone=4, max_tokens=64, temperature=2.0),
     "multi_turn": Size(8, (1, 8), 3, alone=4, max_tokens=64),
     "long_context": Size(4, (1, 4), 3, alone=2, max_tokens=64),
@@ -138,13 +138,13 @@ def measure_all(workloads: dict[str, Size], quick: bool, console: Any) -> int:
             whole.write("methods.json", known | {"exit_head": trained(settings, "exit_head")})
             for workload, size in workloads.items():
                 rows = latency(whole, workload, size)
-                console.print(results_table(rows))
+                console.print(latency_table(rows))
                 failed |= report_gate(rows, console)
             if HELD_OUT in workloads:
-                console.print(arriving_table(throughput(whole, workloads[HELD_OUT], quick)))
+                console.print(arrival_table(throughput(whole, workloads[HELD_OUT], quick)))
         if HELD_OUT in workloads and (ROOT / BUDGET_HEAD).is_dir():
             rows = same_budget(session, [peer for peer in TRAINED_PEERS if peer not in left_out], longest, quick)
-            console.print(results_table(rows))
+            console.print(latency_table(rows))
             failed |= report_gate(rows, console)
     return failed
 
@@ -182,9 +182,10 @@ def latency(session: Session, workload: str, size: Size) -> list[dict[str, Any]]
         taking_part = [method for method in session.engines if method not in left_out]
         engines = {method: session.engines[method].at(size.temperature) for method in taking_part}
         settings, count = replace(session.settings, temperature=size.temperature), size.prompts_at(batch)
-        where = (settings, session.prompts[workload][:count], shown(prompt_file(workload, count)))
-        sizes = {"max_tokens": size.max_tokens, "rounds": size.rounds}
-        rows += measured_rows(engines, *where, batch, session.progress, **sizes)
+        prompts, source = session.prompts[workload][:count], shown(prompt_file(workload, count))
+        rows += latency_rows(
+            engines, settings, Work(prompts, source, size.max_tokens, size.rounds), batch, session.progress
+        )
     session.write(f"latency-{workload}.json", rows)
     return rows
 
@@ -196,10 +197,9 @@ def throughput(session: Session, size: Size, quick: bool) -> list[dict[str, Any]
     count = 2 if quick else REQUESTS
     requests = [prompts[number % len(prompts)] for number in range(count)]
     source = shown(prompt_file(HELD_OUT, len(prompts)))
-    sizes = {"max_tokens": size.max_tokens, "rounds": ARRIVAL_ROUNDS, "seed": SEED}
-    rows = []
+    work, rows = Work(requests, source, size.max_tokens, ARRIVAL_ROUNDS), []
     for rate in RATES:
-        rows += arriving_rows(engines, session.settings, requests, source, rate, session.progress, **sizes)
+        rows += arrival_rows(engines, session.settings, work, rate, SEED, session.progress)
     session.write(f"throughput-{HELD_OUT}.json", rows)
     return rows
 

@@ -31,7 +31,7 @@ class Served:
 
 
 class VllmEngine:
-    """A `vllm.LLM` behind the interface that `measure` wants (`measure.Engine`).
+    """A `vllm.LLM` with the interface that `measure` wants (`measure.Engine`).
 
     Args:
         llm: the engine.

@@ -26,7 +26,7 @@ CHUNK_STATES = 1 << 26
 GAP_CLOSED = 0.49
 # A smaller gain is lost again in scheduling and sampling.
 WORTHWHILE = 1.1
-# Headless needs no training and no KV: it may be this much behind what a distilled head is expected to reach.
+# Headless needs no training and no KV: it may reach this much less than what a distilled head is expected to reach.
 HEADLESS_SHARE = 0.95
 
 

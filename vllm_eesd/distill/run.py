@@ -23,8 +23,9 @@ from vllm_eesd.distill.generate import (
     own_text_in,
     sampled_through_vllm,
 )
+from vllm_eesd.distill.loading import saved_dtype
 from vllm_eesd.distill.metrics import evaluate
-from vllm_eesd.distill.model import Target, head_config, load_target, new_head, saved_dtype
+from vllm_eesd.distill.model import Target, head_config, load_target, new_head
 from vllm_eesd.distill.probe import best_exit_layer, probe
 from vllm_eesd.distill.processes import ALONE, Processes, launched_processes
 from vllm_eesd.distill.report import check_writable, command, serve_command, write_json

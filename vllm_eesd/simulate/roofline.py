@@ -1,4 +1,4 @@
-"""What steps would cost on a machine nobody has measured: bytes over bandwidth or FLOPs over peak, whichever is more.
+"""What steps would cost on a machine that was not measured: bytes over bandwidth or FLOPs over peak, whichever is more.
 
 A step over t tokens of n requests with context c, through some layers and perhaps the LM head, on `tp` devices:
 
@@ -140,8 +140,8 @@ class Overheads:
     Attributes:
         step_ms: of every engine step.
         draft_step_ms: of every draft step.
-        round_ms: of a round that drafts, besides its draft steps.
-        verify_ms: of a step that verifies drafts, besides running them through the target.
+        round_ms: of a round that drafts, in addition to its draft steps.
+        verify_ms: of a step that verifies drafts, in addition to running them through the target.
     """
 
     step_ms: float = 0.0
