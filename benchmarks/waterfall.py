@@ -4,8 +4,8 @@
 
 Both engines live in this process and take turns. Timers around the methods in `PIECES` each count the time that no
 timer inside them counts, so the pieces of a step add up to it; what is spent between them is the "unnamed" piece.
-Counted are steps in which the whole batch decodes, without those that took more than `waterfall_rows.OUTLIER` times the median (the
-machine was busy with something else); how many those were is written too.
+Counted are steps in which the whole batch decodes, without those that took more than three times the median
+(`waterfall_rows.OUTLIER`: the machine was busy with something else); how many those were is written too.
 
 A round is one engine step and the drafting after it. Ideally it would cost what a plain step and its draft steps' own
 forward passes cost, and emit as many tokens as it did. `ideal_speedup` is that; `efficiency`, measured /

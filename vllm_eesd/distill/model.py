@@ -140,8 +140,8 @@ class DeepContextHead(ExitHead):
     """A transformer head that sees verified tokens through the target's last hidden state, at no extra draft cost.
 
     Before the round's input token everything is verified, so the target's output there is known: keys and values come
-    from it, by a second projection, and the output that produced the bonus token is added to the layer's input throughout the
-    block. Within the block, keys and values come from h_N, as a transformer head's do.
+    from it, by a second projection, and the output that produced the input token is added to the layer's input
+    throughout the block. Within the block, keys and values come from h_N, as a transformer head's do.
     """
 
     head_type = "deep_context"
