@@ -2,7 +2,7 @@
 
     python benchmarks/pages.py results readme      # docs/results.md, its plots and the README's table (make bench)
     python benchmarks/pages.py reliability         # docs/reliability.md and docs/compatibility.md (make reliability)
-    python -P benchmarks/pages.py policies         # docs/policies.md: replays every policy, which takes two minutes
+    python benchmarks/pages.py policies            # docs/policies.md: replays every policy, which takes two minutes
 
 Results are written by benchmarks/measure_all.py (latency-*, throughput-*, methods.json), benchmarks/waterfall.py,
 benchmarks/harness.py (*.csv), benchmarks/bench_live_policies.py and the tests (fuzz, soak, features);
@@ -222,10 +222,11 @@ def policy_figures(plot_file: Path, folder: Path = RESULTS) -> str:
 
     Everything is seeded: the same traces give the same figures.
     """
+    from synthetic import QUALITIES, SPREADS, synthetic_trace
+
     from vllm_eesd.policy import POLICIES
     from vllm_eesd.simulate.plots import plot
     from vllm_eesd.simulate.run import load_traces, mix, simulate
-    from vllm_eesd.simulate.synthetic import QUALITIES, SPREADS, synthetic_trace
 
     def replayed(traces: dict[str, Any], batch: int) -> list[Any]:
         return [found for name, trace in traces.items() for found in simulate(name, trace, list(POLICIES), batch)]

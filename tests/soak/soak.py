@@ -160,7 +160,7 @@ def slope_per_hour(samples: list[tuple[float, int]]) -> float:
 
 
 def at_idle(server: Server) -> dict[str, Any]:
-    """Return what is left once nobody asks; one short request lets the worker hear that the others ended."""
+    """Return what is left once no client asks; one short request lets the worker hear that the others ended."""
     deadline = time.monotonic() + 60
     while server.metric("vllm:num_requests_running") and time.monotonic() < deadline:
         time.sleep(0.2)

@@ -3,10 +3,10 @@
 import json
 
 import pytest
+from synthetic import SPREADS, synthetic_trace
 
 from vllm_eesd import cli
 from vllm_eesd.simulate.roofline import GPUS, Overheads, Roofline, Shape, costs_of
-from vllm_eesd.simulate.synthetic import SPREADS, synthetic_trace
 from vllm_eesd.simulate.world import World
 from vllm_eesd.trace import DenseTrace, write_trace
 
