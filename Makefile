@@ -49,11 +49,11 @@ fuzz: $(STAMP)
 		--fuzz-examples $(EXAMPLES) --report benchmarks/results/fuzz.json $(ARGS)
 
 soak: $(STAMP)
-	PYTHONPATH=benchmarks $(VENV)/bin/python benchmarks/soak.py --minutes $(MINUTES) \
+	PYTHONPATH=tests/soak $(VENV)/bin/python tests/soak/soak.py --minutes $(MINUTES) \
 		--json benchmarks/results/soak.json $(ARGS)
 
 reliability: $(STAMP)
-	$(VENV)/bin/python benchmarks/reliability_page.py
+	$(VENV)/bin/python benchmarks/pages.py reliability
 
 venv: $(STAMP)
 
@@ -64,8 +64,7 @@ $(STAMP): setup.py pyproject.toml .ci/make-venv
 bench: $(STAMP)
 	$(VENV)/bin/python -c "import matplotlib" 2>/dev/null || $(VENV)/bin/python -m pip install --quiet "matplotlib>=3.8"
 	PYTHONPATH=benchmarks $(VENV)/bin/python benchmarks/measure_all.py $(ARGS)
-	PYTHONPATH=benchmarks $(VENV)/bin/python benchmarks/results_page.py
-	$(VENV)/bin/python benchmarks/readme_table.py
+	PYTHONPATH=benchmarks $(VENV)/bin/python benchmarks/pages.py results readme
 
 # The version vLLM asks for. Its build requirements name another torch, so it is built beside the one that is here; its
 # own plugin for vLLM does nothing unless ARCTIC_INFERENCE_ENABLED is set.

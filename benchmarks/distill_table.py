@@ -18,9 +18,8 @@ from pathlib import Path
 
 import torch
 
-from vllm_eesd.distill.loading import read_config
+from vllm_eesd.distill.loading import layer_config, read_config, target_verifier
 from vllm_eesd.distill.losses import LOSS_NAMES
-from vllm_eesd.distill.model import layer_config, target_verifier
 from vllm_eesd.distill.run import run
 from vllm_eesd.exit_head.checkpoint import ExitHeadConfig
 from vllm_eesd.exit_head.shapes import expected_shapes

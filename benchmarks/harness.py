@@ -67,7 +67,7 @@ def measure(methods: dict[str, Callable], inputs: Sequence, device: str, rounds:
             if not replays:
                 raise
             print(f"{name}: left out, {type(error).__name__}: {error}")
-            if device == "cuda":  # a capture that failed leaves its own stream behind
+            if device == "cuda":  # a capture that failed stays on its own stream
                 torch.cuda.set_stream(torch.cuda.default_stream())
             continue
         replays[name] = replay

@@ -13,38 +13,27 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from plan_costs import batch_costs
-
 from vllm_eesd.bench.engines import METHODS, TRAINED_PEERS, EngineSettings, encode_prompts, running_engines
 from vllm_eesd.bench.hardware import provenance
-from vllm_eesd.bench.latency import measured_rows, open_console, report_gate, reporting, results_table, write_json
+from vllm_eesd.bench.latency import latency_rows, latency_table, open_console, report_gate, reporting, write_json
+from vllm_eesd.bench.measure import Work
 from vllm_eesd.bench.prompts import read_prompts
-from vllm_eesd.bench.throughput import measured_rows as arriving_rows
-from vllm_eesd.bench.throughput import results_table as arriving_table
-from vllm_eesd.config import LONGEST_DRAFT
-from vllm_eesd.exit_head.checkpoint import ExitHeadConfig
-from vllm_eesd.policy import Calibration
-from vllm_eesd.simulate.plan_costs import BatchCosts
-from vllm_eesd.simulate.roofline import Shape
-from vllm_eesd.simulate.validate import Setting, validate
-from vllm_eesd.trace import read_trace
+from vllm_eesd.bench.throughput import arrival_rows, arrival_table
 
 ROOT = Path(__file__).resolve().parents[1]
 PROMPTS, RESULTS, BUILD = ROOT / "models" / "prompts", ROOT / "benchmarks" / "results", ROOT / "build" / "bench"
 MODEL = "models/eesd-code-10m"
-#: What arrives at random, what the plan is compared on, and where trained peers take part.
+#: What arrives at random, and where trained peers take part.
 HELD_OUT = "held_out_code"
-TRACE = f"models/traces/{HELD_OUT}.jsonl.gz"
 
 
 @dataclass(frozen=True)
@@ -54,7 +43,7 @@ class Size:
     Attributes:
         prompts: its first so many.
         batches: requests at once.
-        rounds: timed, behind one of warming up.
+        rounds: timed, after one of warming up.
         head_alone: whether EESD also runs without n-gram continuations.
         alone: at batch 1 only the first so many, because there they take longest; None: all.
         max_tokens: per prompt.
@@ -78,7 +67,7 @@ class Size:
 WORKLOADS = {
     HELD_OUT: Size(16, (1, 4, 8, 16), 3, head_alone=True, alone=6),
     "repetitive_code": Size(8, (1, 8), 3, alone=4),
-    # Greedy, the model repeats itself behind them: then nothing is as easy to draft as what cannot be predicted.
+    # Greedy, the model soon repeats itself after random tokens, which is easy to draft; so they are sampled.
     "random_tokens": Size(8, (1, 8), 3, alone=4, max_tokens=64, temperature=2.0),
     "multi_turn": Size(8, (1, 8), 3, alone=4, max_tokens=64),
     "long_context": Size(4, (1, 4), 3, alone=2, max_tokens=64),
@@ -124,8 +113,6 @@ def main() -> int:
         # A process of its own, because there the engines run in it.
         subprocess.run([sys.executable, "-P", "benchmarks/waterfall.py", *words], cwd=ROOT, check=True)
     failed = measure_all(workloads, args.quick, console)
-    if HELD_OUT in workloads:
-        validation(results)
     console.print(f"measured in {(time.monotonic() - began) / 60:.1f} minutes")
     return failed
 
@@ -151,13 +138,13 @@ def measure_all(workloads: dict[str, Size], quick: bool, console: Any) -> int:
             whole.write("methods.json", known | {"exit_head": trained(settings, "exit_head")})
             for workload, size in workloads.items():
                 rows = latency(whole, workload, size)
-                console.print(results_table(rows))
+                console.print(latency_table(rows))
                 failed |= report_gate(rows, console)
             if HELD_OUT in workloads:
-                console.print(arriving_table(throughput(whole, workloads[HELD_OUT], quick)))
+                console.print(arrival_table(throughput(whole, workloads[HELD_OUT], quick)))
         if HELD_OUT in workloads and (ROOT / BUDGET_HEAD).is_dir():
             rows = same_budget(session, [peer for peer in TRAINED_PEERS if peer not in left_out], longest, quick)
-            console.print(results_table(rows))
+            console.print(latency_table(rows))
             failed |= report_gate(rows, console)
     return failed
 
@@ -188,27 +175,18 @@ def trained(settings: EngineSettings, peer: str) -> dict[str, Any]:
 
 
 def latency(session: Session, workload: str, size: Size) -> list[dict[str, Any]]:
-    """Measure and write a workload's rows; methods that take part in none of its sizes are not in them.
-
-    On held-out code, where the exit head runs alone, also what steps cost: `eesd plan` is validated with it.
-    """
-    rows, costs = [], {}
+    """Measure and write a workload's rows; methods that take part in none of its sizes are not in them."""
+    rows = []
     for batch in size.batches:
         left_out = {"eesd-head"} if not size.head_alone else set()
         taking_part = [method for method in session.engines if method not in left_out]
         engines = {method: session.engines[method].at(size.temperature) for method in taking_part}
         settings, count = replace(session.settings, temperature=size.temperature), size.prompts_at(batch)
-        where = (settings, session.prompts[workload][:count], shown(prompt_file(workload, count)))
-        sizes = {"max_tokens": size.max_tokens, "rounds": size.rounds}
-        rows += measured_rows(engines, *where, batch, session.progress, **sizes)
-        if size.head_alone and workload == HELD_OUT:
-            session.progress(f"batch {batch}: timing steps")
-            plain, eesd = (session.engines[method] for method in ("plain", "eesd-head"))
-            costs[batch] = batch_costs(plain, eesd, session.prompts[workload][:count], batch, LONGEST_DRAFT)
+        prompts, source = session.prompts[workload][:count], shown(prompt_file(workload, count))
+        rows += latency_rows(
+            engines, settings, Work(prompts, source, size.max_tokens, size.rounds), batch, session.progress
+        )
     session.write(f"latency-{workload}.json", rows)
-    if costs:
-        about = {"context": context(session.prompts[workload], size.max_tokens), "max_tokens": size.max_tokens}
-        session.write(f"costs-{workload}.json", {"batches": costs} | about | provenance())
     return rows
 
 
@@ -219,48 +197,11 @@ def throughput(session: Session, size: Size, quick: bool) -> list[dict[str, Any]
     count = 2 if quick else REQUESTS
     requests = [prompts[number % len(prompts)] for number in range(count)]
     source = shown(prompt_file(HELD_OUT, len(prompts)))
-    sizes = {"max_tokens": size.max_tokens, "rounds": ARRIVAL_ROUNDS, "seed": SEED}
-    rows = []
+    work, rows = Work(requests, source, size.max_tokens, ARRIVAL_ROUNDS), []
     for rate in RATES:
-        rows += arriving_rows(engines, session.settings, requests, source, rate, session.progress, **sizes)
+        rows += arrival_rows(engines, session.settings, work, rate, SEED, session.progress)
     session.write(f"throughput-{HELD_OUT}.json", rows)
     return rows
-
-
-def validation(results: Path) -> None:
-    """Write what `eesd plan` predicts for what the exit head alone just reached on held-out code.
-
-    A trace holds the head's acceptance, and nothing about copies.
-    """
-    settings, costs = EngineSettings(MODEL), read(results / f"costs-{HELD_OUT}.json")
-    rows = read(results / f"latency-{HELD_OUT}.json")
-    measured = {row["batch"]: row["speedup_vs_plain"] for row in rows if row["method"] == "eesd-head"}
-    if None in measured.values():
-        return  # not lossless, so not measured; the table says so
-    trace, head = read_trace(TRACE), ExitHeadConfig.load(Path(MODEL) / "eesd")
-    num_prompts = rows[0]["num_prompts"]
-    setting = Setting(
-        trace=replace(trace, requests=trace.requests[:num_prompts]),
-        calibration=Calibration.load(Path(MODEL) / "eesd"),
-        policy=settings.policy,
-        tokens=costs["max_tokens"],
-        shape=Shape.read(MODEL),
-        draft_layers=head.exit_layer + 1,
-        context=costs["context"],
-    )
-    batches = {int(batch): BatchCosts(**found) for batch, found in costs["batches"].items()}
-    predicted = [asdict(row) for row in validate(setting, batches, measured)]
-    origin = {name: costs[name] for name in ("hardware", "versions", "git_sha")}
-    write_json(results / f"plan-{HELD_OUT}.json", {"trace": TRACE, "rows": predicted} | origin)
-
-
-def read(path: Path) -> Any:
-    return json.loads(path.read_text(encoding="utf-8"))
-
-
-def context(prompts: list[list[int]], max_tokens: int) -> int:
-    """Return how many tokens of a request are in the cache, on average over its decoding."""
-    return round(statistics.fmean(map(len, prompts)) + max_tokens / 2)
 
 
 def prompt_file(workload: str, num_prompts: int) -> Path:

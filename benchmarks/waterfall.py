@@ -4,11 +4,11 @@
 
 Both engines live in this process and take turns. Timers around the methods in `PIECES` each count the time that no
 timer inside them counts, so the pieces of a step add up to it; what is spent between them is the "unnamed" piece.
-Counted are steps in which the whole batch decodes, without those that took more than `OUTLIER` times the median (the
-machine was busy with something else); how many those were is written too.
+Counted are steps in which the whole batch decodes, without those that took more than three times the median
+(`waterfall_rows.OUTLIER`: the machine was busy with something else); how many those were is written too.
 
-A round is one engine step and the drafting behind it. Ideally it would cost what a plain step costs and, besides, its
-draft steps' own forward passes, and emit as many tokens as it did. `ideal_speedup` is that; `efficiency`, measured /
+A round is one engine step and the drafting after it. Ideally it would cost what a plain step and its draft steps' own
+forward passes cost, and emit as many tokens as it did. `ideal_speedup` is that; `efficiency`, measured /
 ideal, is therefore the ideal round's time over the real one's, and the waterfall is the difference, piece by piece.
 
 The engine runs in the caller's process: what vLLM's processes tell each other is not in these steps.
@@ -20,7 +20,6 @@ import argparse
 import importlib
 import json
 import os
-import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -28,14 +27,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from waterfall_rows import UNNAMED, compare, summary
+
 ROOT = Path(__file__).resolve().parents[1]
 MODEL, PROMPTS = "models/eesd-code-10m", "models/prompts/held_out_code.jsonl"
-OUTLIER = 3.0
 #: Prompts of a batch size: so many, or so many batches of it; the tail of a batch, where fewer decode, is not counted.
 MIN_PROMPTS, MIN_BATCHES = 8, 2
-UNNAMED = "unnamed"
-#: What verification needs besides the forward of its tokens; drafting, which has pieces of its own, is none of it.
-OVERHEAD = ("engine loop", "scheduler", "input preparation", "sampler and verification", "bookkeeping and output")
 DRAFT_STEP = "vllm_eesd.host.model.draft_step:DraftStep.__call__"
 STEP = "vllm.v1.engine.llm_engine:LLMEngine.step"
 SCHEDULE = "vllm.v1.core.sched.scheduler:Scheduler.schedule"
@@ -183,76 +180,6 @@ def locate(target: str) -> tuple[Any, str, Callable[..., Any]]:
         return owner, name, getattr(owner, name)
     except (ImportError, AttributeError) as error:
         raise SystemExit(f"waterfall: {target} is not there ({error}): PIECES must be brought up to date") from None
-
-
-def summary(steps: list[Step], batch: int) -> dict[str, Any]:
-    """Return means over the steps in which `batch` requests decode.
-
-    Returns:
-        step_ms; pieces: ms each, adding up to it; explained: the share that is not "unnamed"; tokens: emitted a step,
-        by all requests; drafts: scheduled a step, by all; draft_steps: run a step; steps, outliers: counted, left out.
-    Raises:
-        ValueError: there is no such step.
-    """
-    decoding = [step for step in steps if step.num_reqs == batch and not step.begins]
-    if not decoding:
-        raise ValueError(f"batch={batch}: no step in which so many requests decode; allowed: more prompts or tokens")
-    limit = OUTLIER * statistics.median(step.ms for step in decoding)
-    kept = [step for step in decoding if step.ms <= limit]
-    pieces = {name: statistics.fmean(step.pieces[name] for step in kept) for name in PIECES}
-    step_ms = sum(pieces.values())
-    return {
-        "step_ms": round(step_ms, 4),
-        "pieces": {name: round(ms, 4) for name, ms in pieces.items()},
-        "explained": round(1 - pieces[UNNAMED] / step_ms, 4),
-        "tokens": round(statistics.fmean(step.num_emitted for step in kept), 4),
-        "drafts": round(statistics.fmean(step.num_tokens - batch for step in kept), 4),
-        "draft_steps": round(statistics.fmean(step.num_draft_steps for step in kept), 4),
-        "steps": len(kept),
-        "outliers": len(decoding) - len(kept),
-    }
-
-
-def compare(
-    batch: int, plain: dict[str, Any], idle: dict[str, Any], eesd: dict[str, Any], layers_share: float
-) -> dict[str, Any]:
-    """Return a batch size's row.
-
-    Args:
-        plain, eesd: of `summary`.
-        idle: EESD's, for requests that draft nothing: its forward differs from plain's by the KV fill.
-        layers_share: layers that a draft step runs through, of the target's.
-    Returns:
-        the three; waterfall: (what, ms) from a plain step to EESD's round; measured_speedup, ideal_speedup, efficiency;
-        draft_step_ratio: a draft step over its layers' share of a plain forward and the LM head, None without any;
-        overhead_ratio: all of `OVERHEAD` over plain's; idle_ratio: a step in which nobody drafts over plain's.
-    """
-    step_ms = layers_share * plain["pieces"]["model forward"] + plain["pieces"]["LM head"]
-    draft_ms = eesd["pieces"]["draft forward"] / eesd["draft_steps"] if eesd["draft_steps"] else None
-    plain_ms, eesd_ms = (sum(kind["pieces"][name] for name in OVERHEAD) for kind in (plain, eesd))
-    ideal_ms = plain["step_ms"] + eesd["pieces"]["draft forward"]
-    fill_ms = idle["pieces"]["model forward"] - plain["pieces"]["model forward"]
-    waterfall = [("plain step", plain["step_ms"]), ("draft forward", eesd["pieces"]["draft forward"])]
-    for name in PIECES:
-        more = eesd["pieces"][name] - plain["pieces"][name]
-        if name == "model forward":
-            waterfall += [("KV fill", fill_ms), ("forward of the drafts", more - fill_ms)]
-        elif name != "draft forward":
-            waterfall.append((name, more))
-    tokens = eesd["tokens"] / plain["tokens"]
-    return {
-        "batch": batch,
-        "plain": plain,
-        "idle": idle,
-        "eesd": eesd,
-        "waterfall": [[name, round(ms, 4)] for name, ms in waterfall],
-        "measured_speedup": round(tokens * plain["step_ms"] / eesd["step_ms"], 4),
-        "ideal_speedup": round(tokens * plain["step_ms"] / ideal_ms, 4),
-        "efficiency": round(ideal_ms / eesd["step_ms"], 4),
-        "draft_step_ratio": None if draft_ms is None else round(draft_ms / step_ms, 3),
-        "overhead_ratio": round(eesd_ms / plain_ms, 3),
-        "idle_ratio": round(idle["step_ms"] / plain["step_ms"], 3),
-    }
 
 
 class Runner:

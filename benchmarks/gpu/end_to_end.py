@@ -169,7 +169,7 @@ def check_memory(shape: str, options: argparse.Namespace) -> None:
     if share is None or not answer or not answer[0].isdigit():  # some devices share the host's memory and name none
         return
     total = int(answer[0]) * 2**20 / 1e9
-    # Besides the weights: keys and values of 64 requests, activations, CUDA graphs.
+    # In addition to the weights: keys and values of 64 requests, activations, CUDA graphs.
     needed = weights_gb(shape) + (weights_gb(DRAFT_MODEL[shape]) if "draft_model" in options.methods else 0) + 4
     if share * total < needed:
         raise SystemExit(

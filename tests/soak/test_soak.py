@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+HERE = Path(__file__).resolve().parent
 LIMIT_S = 1800
 
 
@@ -16,10 +16,10 @@ LIMIT_S = 1800
 def test_a_short_soak(tmp_path):
     result = tmp_path / "soak.json"
     options = {"minutes": 0.2, "clients": 6, "cases": 13, "inject-every": 5, "seed": 1, "json": result}
-    command = [sys.executable, str(BENCHMARKS / "soak.py"), "--eager"]
+    command = [sys.executable, str(HERE / "soak.py"), "--eager"]
     command += [word for name, value in options.items() for word in (f"--{name}", str(value))]
     done = subprocess.run(
-        command, env=os.environ | {"PYTHONPATH": str(BENCHMARKS)}, capture_output=True, text=True, timeout=LIMIT_S
+        command, env=os.environ | {"PYTHONPATH": str(HERE)}, capture_output=True, text=True, timeout=LIMIT_S
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     seen = json.loads(result.read_text(encoding="utf-8"))

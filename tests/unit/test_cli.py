@@ -1,5 +1,6 @@
 """`eesd`: what the flags become, and how mistakes end."""
 
+import subprocess
 import sys
 import types
 
@@ -22,6 +23,7 @@ MINIMAL = {
     "vllm_eesd.view.trace": ["trace", "--model", "M", "--prompt", "P", "-o", "trace.html"],
     "vllm_eesd.view.top": ["top", "--url", "http://127.0.0.1:8000"],
     "vllm_eesd.simulate.plan": ["plan", "--trace", "T", "--gpu", "h200", "--exit-layer", "5"],
+    "vllm_eesd.bench.trace_record": ["trace-record", "--model", "M", "--prompts", "P", "--workload", "W", "-o", "T"],
     "vllm_eesd.doctor": ["doctor"],
 }
 
@@ -55,6 +57,17 @@ def test_each_command_calls_its_implementation(module, argv, implementation):
 @pytest.mark.parametrize("module", MINIMAL)
 def test_each_implementation_exists(module):
     assert callable(__import__(module, fromlist=["run"]).run)
+
+
+def test_every_command_is_among_them():
+    assert {command.implementation for command in cli.COMMANDS} == {f"{module}:run" for module in MINIMAL}
+
+
+@pytest.mark.parametrize(("argv", "heavy"), [(["--help"], {"pydantic", "torch"}), (["distill", "--help"], {"torch"})])
+def test_help_imports_nothing_heavy(argv, heavy):
+    code = f"from vllm_eesd import cli\ntry: cli.main({argv})\nexcept SystemExit: import sys; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert not heavy & set(done.stdout.splitlines()[-1].split())
 
 
 def test_latency_lists_are_parsed(implementation):

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from outcomes import outcome
+from synthetic import QUALITIES, SPREADS, synthetic_trace
 
 from vllm_eesd.config import MAX_SPECULATIVE_TOKENS
 from vllm_eesd.policy import BetaPosterior, CostModel, build_policy
@@ -12,7 +13,6 @@ from vllm_eesd.policy.guard import LEAST_ALLOWANCE, PATIENCE, Guard
 from vllm_eesd.simulate.peers import FixedLength
 from vllm_eesd.simulate.replay import PolicyDrafter, replay
 from vllm_eesd.simulate.run import mix, simulate
-from vllm_eesd.simulate.synthetic import QUALITIES, SPREADS, synthetic_trace
 from vllm_eesd.simulate.world import DRAFT_STEP_RATIO, World
 
 PROBE_BUDGET = 0.01

@@ -1,4 +1,4 @@
-"""benchmarks/make_random_target.py: what it writes is a target, with a head that fits it."""
+"""models/make/make_random_target.py: what it writes is a target, with a head that fits it."""
 
 import importlib.util
 from pathlib import Path
@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from vllm_eesd.exit_head.checkpoint import ExitHeadConfig, read_tensors
 
-SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "make_random_target.py"
+SCRIPT = Path(__file__).resolve().parents[2] / "models" / "make" / "make_random_target.py"
 SMALL = {"hidden_size": 24, "intermediate_size": 48, "num_attention_heads": 3, "head_dim": 8, "vocab_size": 4096}
 
 

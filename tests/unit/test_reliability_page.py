@@ -14,7 +14,7 @@ OUTCOMES = ("the same", "every request served", "refused", "not in this vLLM")
 
 @pytest.fixture
 def page():
-    spec = importlib.util.spec_from_file_location("reliability_page", REPOSITORY / "benchmarks" / "reliability_page.py")
+    spec = importlib.util.spec_from_file_location("pages", REPOSITORY / "benchmarks" / "pages.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -29,7 +29,7 @@ def features():
 @pytest.mark.parametrize("name", ["reliability", "compatibility"])
 def test_the_page_is_what_the_results_give(page, name):
     written = (REPOSITORY / "docs" / f"{name}.md").read_text(encoding="utf-8")
-    assert written == getattr(page, name)(), "run `make reliability`"
+    assert written == getattr(page, f"{name}_text")(), "run `make reliability`"
     assert "FAILS" not in written
 
 
@@ -52,21 +52,19 @@ def test_every_row_was_decided_by_a_test_that_exists(features):
         (["passed", "skipped"], "the same answers"),
     ],
 )
-def test_a_row_says_what_its_tests_saw(page, monkeypatch, tmp_path, results, shown):
+def test_a_row_says_what_its_tests_saw(page, tmp_path, results, shown):
     entries = [
         {"feature": "a feature", "outcome": "the same answers", "test": f"tests/a.py::test[{number}]", "result": result}
         for number, result in enumerate(results)
     ]
     (tmp_path / "features.json").write_text(json.dumps({"counts": {}, "features": entries}))
-    monkeypatch.setattr(page, "RESULTS", tmp_path)
-    assert page.compatibility().splitlines()[-1] == f"| a feature | {shown} | `a.py::test` |"
+    assert page.compatibility_text(tmp_path).splitlines()[-1] == f"| a feature | {shown} | `a.py::test` |"
 
 
-def test_faults_are_shown_by_kind(page, monkeypatch, tmp_path):
+def test_faults_are_shown_by_kind(page, tmp_path):
     counts = {"inputs: trace": 9, "refused: trace": 7, "faults planted: NaN": 4, "faults survived: NaN": 3}
     (tmp_path / "fuzz.json").write_text(json.dumps({"counts": counts, "features": []}))
-    monkeypatch.setattr(page, "RESULTS", tmp_path)
-    lines = page.reliability().splitlines()
+    lines = page.reliability_text(tmp_path).splitlines()
     assert "| trace | 9 | 7 |" in lines and lines[-1] == "| NaN | 4 | 3 |"
     assert "Not run yet: `make soak`." in lines
 
@@ -86,12 +84,11 @@ GOOD = {
 
 
 @pytest.mark.parametrize("wrong, said", [([], "Found wrong: nothing."), (["a", "b"], "Found wrong: a; b.")])
-def test_the_page_with_a_soak(page, monkeypatch, tmp_path, wrong, said):
+def test_the_page_with_a_soak(page, tmp_path, wrong, said):
     counted = {"clients": 10, "requests": {"greedy": 5, "aborted": 2}, "tokens_compared": 99, "drafted": 12}
     seen = {"hardware": "a machine", "git_sha": "abc", "mismatches_and_errors": 0, "mib": [1, 2, 3], "wrong": wrong}
     (tmp_path / "soak.json").write_text(json.dumps(GOOD | counted | seen))
-    monkeypatch.setattr(page, "RESULTS", tmp_path)
-    text = page.reliability()
+    text = page.reliability_text(tmp_path)
     assert said in text and "20 minutes, 10 clients, on a machine," in text and "Not run yet: `make soak`" not in text
     assert "| requests | 7 (5 greedy, 2 aborted) |" in text and "status 500, none |" in text
 
@@ -112,7 +109,7 @@ def test_the_page_with_a_soak(page, monkeypatch, tmp_path, wrong, said):
     ],
 )
 def test_the_soak_finds_what_is_wrong(monkeypatch, change, found):
-    monkeypatch.syspath_prepend(str(REPOSITORY / "benchmarks"))
+    monkeypatch.syspath_prepend(str(REPOSITORY / "tests" / "soak"))
     import soak
 
     wrong = soak.judge(GOOD | change)

@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+from synthetic import synthetic_trace
 
 from vllm_eesd import cli
 from vllm_eesd.policy import POLICIES, BetaPosterior, DraftLengthPolicy, build_policy
@@ -11,7 +12,6 @@ from vllm_eesd.round.ngram import NgramDrafter
 from vllm_eesd.simulate.peers import AdaptiveVerification, FixedLength, Oracle, fit_confidence, oracle
 from vllm_eesd.simulate.replay import PolicyDrafter, replay
 from vllm_eesd.simulate.run import load_traces, mix, parse_cost_scale, simulate
-from vllm_eesd.simulate.synthetic import synthetic_trace
 from vllm_eesd.simulate.world import World
 from vllm_eesd.trace import DenseTrace, RequestTrace, write_trace
 

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from synthetic import synthetic_trace
 
 from vllm_eesd.policy.costs import CostModel
-from vllm_eesd.simulate.synthetic import synthetic_trace
 from vllm_eesd.simulate.world import default_costs
 from vllm_eesd.trace import DenseRecorder, DenseTrace, RequestTrace, read_trace, write_trace
 

@@ -1,6 +1,7 @@
 """benchmarks/waterfall.py: times add up, the arithmetic is the one its page explains, and no timer is on thin air."""
 
 import importlib.util
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,12 +15,11 @@ def waterfall():
     """A fresh module: timers stay out of vLLM's classes, pieces are the test's own."""
     spec = importlib.util.spec_from_file_location("waterfall", REPOSITORY / "benchmarks" / "waterfall.py")
     module = importlib.util.module_from_spec(spec)
-    import sys
-
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules[spec.name]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(REPOSITORY / "benchmarks"))
+        patch.setitem(sys.modules, spec.name, module)  # dataclasses look their module up
+        spec.loader.exec_module(module)
+        yield module
 
 
 class Clock:

@@ -1,4 +1,4 @@
-"""The shipped prompts are what benchmarks/make_workloads.py makes, and what their names promise."""
+"""The shipped prompts are what models/make/make_workloads.py makes, and what their names promise."""
 
 import importlib.util
 import json
@@ -13,7 +13,7 @@ PROMPTS, MODEL = ROOT / "models" / "prompts", ROOT / "models" / "eesd-code-10m"
 
 @cache
 def maker():
-    spec = importlib.util.spec_from_file_location("make_workloads", ROOT / "benchmarks" / "make_workloads.py")
+    spec = importlib.util.spec_from_file_location("make_workloads", ROOT / "models" / "make" / "make_workloads.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

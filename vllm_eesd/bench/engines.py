@@ -35,9 +35,9 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 8, "prompt_lookup_min": 2,
 SUFFIX = {"method": "suffix", "suffix_decoding_max_cached_requests": 0}
 #: Methods that a trained model drafts for, in a directory of that name; tokens they draft.
 TRAINED_PEERS, PEER_DRAFT_LENGTH = ("draft_model", "eagle"), 4
-#: Room behind the last token: a round near max_model_len is cut short, and that is not what is measured.
+#: Room after the last token: a round near max_model_len is cut short, and that is not what is measured.
 SPARE_TOKENS = 64
-#: The last line of a traceback, behind a log prefix or at the start of a line.
+#: The last line of a traceback, after a log prefix or at the start of a line.
 ERROR_LINE = re.compile(r"(?:^|\] )([\w.]*(?:Error|Exception)(?:: .+)?)$", re.MULTILINE)
 
 
@@ -194,7 +194,7 @@ def running_engines(
     os.close(handle)
     log, engines = Path(name), {}
     with ExitStack() as stack:
-        # eesd first: if its head or its settings are refused, nobody has waited for the others.
+        # eesd first: if its head or its settings are refused, the others need not be started.
         for number, method in enumerate(sorted(methods, key=lambda m: m not in OURS), 1):
             progress(f"starting vLLM for {method} ({number} of {len(methods)}): loading, compiling")
             try:

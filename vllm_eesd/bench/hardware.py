@@ -63,7 +63,7 @@ def gpu_name() -> str | None:
 def git_sha(directory: Path = Path(__file__).parent) -> str | None:
     """Return the commit these sources are at ("-dirty" if changed), None for an installed package."""
     root = _output("git", "-C", str(directory), "rev-parse", "--show-toplevel")
-    # An installed package may lie inside somebody else's repository (a .venv there).
+    # An installed package may lie inside another project's repository (a .venv there).
     if root is None or not directory.resolve().is_relative_to(Path(root) / "vllm_eesd"):
         return None
     return _output("git", "-C", root, "describe", "--always", "--dirty", "--exclude=*", "--abbrev=12")

@@ -17,7 +17,7 @@ from rich.table import Table
 
 from vllm_eesd.bench.engines import METHODS, OURS, EngineSettings, encode_prompts, running_engines
 from vllm_eesd.bench.hardware import provenance
-from vllm_eesd.bench.measure import Engine, measure, rows
+from vllm_eesd.bench.measure import Engine, Work, measure, rows
 from vllm_eesd.bench.prompts import chosen_file, read_prompts
 
 
@@ -31,42 +31,30 @@ def run(args: argparse.Namespace) -> int:
     check_methods(args.methods, settings)
     source = chosen_file(args)
     texts = read_prompts(source)
-    sizes = {"max_tokens": args.max_tokens, "rounds": args.rounds}
-    check_sizes(len(texts), args.batch, **sizes)
+    check_sizes(len(texts), args.batch, max_tokens=args.max_tokens, rounds=args.rounds)
     console = open_console()
     with reporting(console) as progress:
         _, prompts, max_model_len = encode_prompts(settings.model, texts, args.max_tokens, progress)
-        results = []
+        work, results = Work(prompts, source, args.max_tokens, args.rounds), []
         with running_engines(args.methods, settings, max_model_len, progress) as engines:
             for batch in args.batch:
-                results += measured_rows(engines, settings, prompts, source, batch, progress, **sizes)
+                results += latency_rows(engines, settings, work, batch, progress)
     if args.json:
         write_json(Path(args.json), results)
-    console.print(results_table(results))
+    console.print(latency_table(results))
     told = f"{len(prompts)} prompts, {args.max_tokens} tokens each, {settings.dtype}; {results[0]['hardware']}"
     console.print(told)
     return report_gate(results, console)
 
 
-def measured_rows(
-    engines: Mapping[str, Engine],
-    settings: EngineSettings,
-    prompts: list[list[int]],
-    source: str | Path,
-    batch: int,
-    progress: Callable[[str], None],
-    *,
-    max_tokens: int,
-    rounds: int,
+def latency_rows(
+    engines: Mapping[str, Engine], settings: EngineSettings, work: Work, batch: int, progress: Callable[[str], None]
 ) -> list[dict[str, Any]]:
-    """Return a row per engine of prompts generated `batch` at a time, with everything that says how it was measured.
-
-    Args:
-        source: the prompts' file.
-    """
-    runs = measure(engines, prompts, batch=batch, max_tokens=max_tokens, rounds=rounds, progress=progress)
-    shared = {"model": settings.model, "head": settings.head, "dtype": settings.dtype, "max_tokens": max_tokens}
-    shared |= {"rounds": rounds, **provenance(), "prompts": str(source), "num_prompts": len(prompts)}
+    """Return a row per engine of prompts generated `batch` at a time, with everything that says how it was measured."""
+    sizes = {"batch": batch, "max_tokens": work.max_tokens, "rounds": work.rounds}
+    runs = measure(engines, work.prompts, progress=progress, **sizes)
+    shared = {"model": settings.model, "head": settings.head, "dtype": settings.dtype, "max_tokens": work.max_tokens}
+    shared |= {"rounds": work.rounds, **provenance(), "prompts": str(work.source), "num_prompts": len(work.prompts)}
     shared |= {"policy": settings.policy, "temperature": settings.temperature}
     measured = rows(runs, exact=settings.exact, compared=settings.temperature == 0)
     return [{"method": row.pop("method"), "batch": batch, **row, **shared} for row in measured]
@@ -114,7 +102,8 @@ def reporting(console: Console) -> Iterator[Callable[[str], None]]:
         yield lambda text: shown.update(Spinner("dots", text))
 
 
-def results_table(results: list[dict[str, Any]]) -> Table:
+def latency_table(results: list[dict[str, Any]]) -> Table:
+    """Return `latency_rows` as a table for the terminal."""
     table = Table()
     for column in ("method", "batch", "tokens/s", "speedup", "tokens per round", "identical"):
         table.add_column(column, justify="left" if column in ("method", "identical") else "right")

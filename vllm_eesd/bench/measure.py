@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -29,6 +30,23 @@ class Engine(Protocol):
 
     def statistics(self) -> Mapping[str, Any] | None:
         """Return the drafter's counters since the reset, None if it keeps none."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What every method is given.
+
+    Attributes:
+        prompts: token ids.
+        source: the prompts' file.
+        max_tokens: generated for each, exactly.
+        rounds: timed.
+    """
+
+    prompts: list[Tokens]
+    source: str | os.PathLike
+    max_tokens: int
+    rounds: int
 
 
 @dataclass
@@ -81,7 +99,7 @@ def measure(
 
 
 def rotated(methods: list[str], round_index: int) -> list[str]:
-    """Return the methods in this round's order: nobody is always first."""
+    """Return the methods in this round's order: each is first in turn."""
     start = round_index % len(methods)
     return methods[start:] + methods[:start]
 

@@ -8,7 +8,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-#: Prompt files of models/prompts, made by models/make/make_prompts.py and benchmarks/make_workloads.py.
+#: Prompt files of models/prompts, made by models/make/make_prompts.py and models/make/make_workloads.py.
 WORKLOADS = ("held_out_code", "repetitive_code", "random_tokens", "multi_turn", "long_context", "mixed")
 ALLOWED = 'a JSON object with a non-empty string "prompt"'
 

@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     results = [row | shared | provenance() for row in results]
     if args.json:
         write_json(Path(args.json), results)
-    console.print(results_table(results))
+    console.print(sweep_table(results))
     return report_gate(results, console)
 
 
@@ -87,7 +87,7 @@ def describe(settings: EngineSettings, batch: int) -> dict[str, Any]:
     }
 
 
-def results_table(results: list[dict[str, Any]]) -> Table:
+def sweep_table(results: list[dict[str, Any]]) -> Table:
     table = Table()
     for heading in ("batch", "exit layer", "longest draft", "policy", "tokens/s", "speedup", "drafted", "identical"):
         table.add_column(heading, justify="left" if heading in ("policy", "identical") else "right")

@@ -14,7 +14,7 @@ from rich.table import Table
 from vllm_eesd.bench.engines import EngineSettings, encode_prompts, running_engines
 from vllm_eesd.bench.hardware import provenance
 from vllm_eesd.bench.latency import check_methods, check_sizes, open_console, reporting, write_json
-from vllm_eesd.bench.measure import bootstrap_interval, first_difference, rotated
+from vllm_eesd.bench.measure import Work, bootstrap_interval, first_difference, rotated
 from vllm_eesd.bench.prompts import chosen_file, read_prompts
 from vllm_eesd.bench.vllm_engine import Served
 
@@ -43,38 +43,35 @@ def run(args: argparse.Namespace) -> int:
     with reporting(console) as progress:
         _, prompts, max_model_len = encode_prompts(settings.model, texts, args.max_tokens, progress)
         requests = [prompts[number % len(prompts)] for number in range(args.requests)]
-        sizes = {"max_tokens": args.max_tokens, "rounds": args.rounds, "seed": args.seed}
-        results = []
+        work, results = Work(requests, source, args.max_tokens, args.rounds), []
         with running_engines(args.methods, settings, max_model_len, progress) as engines:
             for rate in args.rate:
-                results += measured_rows(engines, settings, requests, source, rate, progress, **sizes)
+                results += arrival_rows(engines, settings, work, rate, args.seed, progress)
     if args.json:
         write_json(Path(args.json), results)
-    console.print(results_table(results))
+    console.print(arrival_table(results))
     console.print(f"{args.requests} requests of {args.max_tokens} tokens, {settings.dtype}; {results[0]['hardware']}")
     return 0
 
 
-def measured_rows(
+def arrival_rows(
     engines: Mapping[str, Server],
     settings: EngineSettings,
-    requests: Sequence[list[int]],
-    source: str | Path,
+    work: Work,
     rate: float,
-    progress: Callable[[str], None],
-    *,
-    max_tokens: int,
-    rounds: int,
     seed: int,
+    progress: Callable[[str], None],
 ) -> list[dict[str, Any]]:
     """Return a row per engine of requests that arrive at a rate, with everything that says how it was measured.
 
     Args:
-        source: the prompts' file.
+        work: a prompt for each request.
+        seed: of the arrivals.
     """
-    runs = measure_rate(engines, requests, rate, max_tokens, rounds, seed, progress)
+    runs = measure_rate(engines, work.prompts, rate, work.max_tokens, work.rounds, seed, progress)
     shared = {"model": settings.model, "head": settings.head, "dtype": settings.dtype, "policy": settings.policy}
-    shared |= {"prompts": str(source), "requests": len(requests), "max_tokens": max_tokens, "rounds": rounds}
+    shared |= {"prompts": str(work.source), "requests": len(work.prompts)}
+    shared |= {"max_tokens": work.max_tokens, "rounds": work.rounds}
     shared |= {"seed": seed, "temperature": settings.temperature}
     measured = rows(runs, compared=settings.temperature == 0)
     return [{"rate": rate, **row, **shared, **provenance()} for row in measured]
@@ -120,7 +117,7 @@ def rows(runs: Mapping[str, list[list[Served]]], compared: bool = True) -> list[
         compared: whether outputs are compared with plain's; not where they are sampled.
     Returns:
         tokens_per_s of the whole run, medians over its rounds; latency_s, to the last token, and its 95th percentile;
-        first_token_s; ms_per_token behind the first; latency_ratio: plain's mean latency over the method's, paired by
+        first_token_s; ms_per_token after the first; latency_ratio: plain's mean latency over the method's, paired by
         round, and its bootstrap interval; identical: whether every output is plain's, None if not compared.
     """
     result = []
@@ -158,7 +155,8 @@ def _mean_latency(served: list[Served]) -> float:
     return statistics.fmean(request.last - request.arrived for request in served)
 
 
-def results_table(results: list[dict[str, Any]]) -> Table:
+def arrival_table(results: list[dict[str, Any]]) -> Table:
+    """Return `arrival_rows` as a table for the terminal."""
     table = Table()
     for heading in ("method", "requests/s", "tokens/s", "latency s", "95%", "first token s", "ms/token", "faster"):
         table.add_column(heading, justify="left" if heading == "method" else "right")

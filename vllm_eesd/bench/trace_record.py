@@ -48,23 +48,11 @@ def run(args: argparse.Namespace) -> int:
         }
         llm = start_engine(settings, max_model_len, **arguments)
         try:
-            if args.batch:
-                progress("timing steps")
-                generate = partial(_generate, llm, temperature=0.0)
-                time_steps(generate, prompts, args.batch, settings.num_speculative_tokens)
-            costs = llm.collective_rpc("eesd_costs")[0] if args.batch else {}
-            progress(f"recording {len(prompts)} requests of {args.max_tokens} tokens")
-            llm.collective_rpc("eesd_record_dense")
-            _generate(llm, prompts, args.max_tokens, args.temperature)
-            (recorded,) = llm.collective_rpc("eesd_take_dense")
+            costs, requests = _record(llm, prompts, args, progress)
         finally:
             llm.llm_engine.engine_core.shutdown()
     head = args.head or Path(args.model) / "eesd"
     prior = ExitHeadConfig.load(head).prior
-    requests = [
-        RequestTrace(**{name: np.array(values, dtype=DTYPES[name]) for name, values in request.items()})
-        for request in recorded
-    ]
     depth = settings.num_speculative_tokens
     name = Path(args.model).resolve().name if Path(args.model).exists() else args.model
     write_trace(output, DenseTrace(name, args.workload, depth, costs, requests, (prior.alpha, prior.beta)))
@@ -72,6 +60,25 @@ def run(args: argparse.Namespace) -> int:
     console.print(f"wrote {output}: {len(matches)} positions, {matches.mean():.2f} of {depth} drafts match")
     console.print(f"next: eesd simulate {output}", soft_wrap=True)
     return 0
+
+
+def _record(
+    llm: Any, prompts: list[list[int]], args: argparse.Namespace, progress: Callable[[str], None]
+) -> tuple[dict[str, Any], list[RequestTrace]]:
+    """Return what steps cost, nothing without batch sizes to time, and the requests' traces."""
+    costs = {}
+    if args.batch:
+        progress("timing steps")
+        time_steps(partial(_generate, llm, temperature=0.0), prompts, args.batch, args.num_speculative_tokens)
+        costs = llm.collective_rpc("eesd_costs")[0]
+    progress(f"recording {len(prompts)} requests of {args.max_tokens} tokens")
+    llm.collective_rpc("eesd_record_dense")
+    _generate(llm, prompts, args.max_tokens, args.temperature)
+    (recorded,) = llm.collective_rpc("eesd_take_dense")
+    return costs, [
+        RequestTrace(**{name: np.array(values, dtype=DTYPES[name]) for name, values in request.items()})
+        for request in recorded
+    ]
 
 
 def time_steps(generate: Callable[..., Any], prompts: list[list[int]], batches: list[int], longest: int) -> None:

@@ -31,7 +31,7 @@ class Served:
 
 
 class VllmEngine:
-    """A `vllm.LLM` behind the interface that `measure` wants (`measure.Engine`).
+    """A `vllm.LLM` with the interface that `measure` wants (`measure.Engine`).
 
     Args:
         llm: the engine.
@@ -48,17 +48,11 @@ class VllmEngine:
         """Return the same engine, asked to sample at another temperature."""
         return VllmEngine(self._llm, self._drafts, temperature)
 
-    def generate(
-        self,
-        prompts: list[list[int]],
-        max_tokens: int,
-        ignore_eos: bool = True,
-        options: Mapping[str, Any] | None = None,
-    ) -> list[list[int]]:
+    def generate(self, prompts: list[list[int]], max_tokens: int, ignore_eos: bool = True) -> list[list[int]]:
         from vllm import TokensPrompt
 
         inputs = [TokensPrompt(prompt_token_ids=tokens) for tokens in prompts]
-        params = self._params(max_tokens, ignore_eos=ignore_eos, options=options)
+        params = self._params(max_tokens, ignore_eos=ignore_eos)
         outputs = self._llm.generate(inputs, params, use_tqdm=False)
         return [list(output.outputs[0].token_ids) for output in outputs]
 
@@ -102,10 +96,6 @@ class VllmEngine:
     def statistics(self) -> Mapping[str, Any] | None:
         return self._llm.collective_rpc("eesd_stats")[0] if self._drafts else None
 
-    def costs(self) -> dict[str, Any]:
-        """Return what EESD has learned steps cost, `vllm_eesd.policy.CostModel.state`."""
-        return self._llm.collective_rpc("eesd_costs")[0]
-
     def take_rounds(self) -> list[Mapping[str, Any]]:
         """Return the drafter's rounds since the last call; the first call starts the recording."""
         return self._llm.collective_rpc("eesd_take_rounds")[0] if self._drafts else []
@@ -113,16 +103,9 @@ class VllmEngine:
     def close(self) -> None:
         self._llm.llm_engine.engine_core.shutdown()
 
-    def _params(
-        self,
-        max_tokens: int,
-        output_kind: Any = None,
-        ignore_eos: bool = True,
-        options: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def _params(self, max_tokens: int, output_kind: Any = None, ignore_eos: bool = True) -> Any:
         from vllm import SamplingParams
 
         kind = {} if output_kind is None else {"output_kind": output_kind}
-        kind |= {"extra_args": dict(options)} if options else {}
         # In a comparison exactly max_tokens tokens, whatever the method: an early end would shorten the work.
         return SamplingParams(temperature=self._temperature, max_tokens=max_tokens, ignore_eos=ignore_eos, **kind)

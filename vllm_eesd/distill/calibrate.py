@@ -105,7 +105,7 @@ def run(args: argparse.Namespace) -> int:
 
 @torch.no_grad()
 def draft_rounds(target: Target, head: nn.Module, windows: Tensor, first: int) -> Rounds:
-    """Return one round from every position of the windows with enough text behind it, teacher-forced.
+    """Return one round from every position of the windows with enough text after it, teacher-forced.
 
     Args:
         windows: [num_windows, seq_len] int64, from position `first` + 1 on the target's own greedy choices.

@@ -16,10 +16,10 @@ from pydantic import ValidationError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from vllm_eesd.distill.loading import read_config
-from vllm_eesd.distill.model import layer_config, target_verifier
+from vllm_eesd.distill.loading import layer_config, read_config, target_verifier
 from vllm_eesd.distill.report import check_writable, serve_command, write_json
-from vllm_eesd.exit_head.checkpoint import PICKLE_SUFFIXES, ExitHeadConfig, one_line, write_head
+from vllm_eesd.exit_head.checkpoint import PICKLE_SUFFIXES, ExitHeadConfig, write_head
+from vllm_eesd.exit_head.config import one_line
 from vllm_eesd.exit_head.shapes import expected_shapes
 
 MAX_CONFIG_BYTES = 1 << 20

@@ -1,4 +1,7 @@
-"""What one decoding step spends in each layer, measured on the target's own modules with a KV cache."""
+"""What one decoding step spends in each layer, and what drafting from it would give.
+
+Times are measured on the target's own modules with a KV cache.
+"""
 
 from __future__ import annotations
 
@@ -35,6 +38,31 @@ class LayerCosts:
     def draft_ms(self, exit_layer: int) -> float:
         """Return the time of one headless draft step at `exit_layer`."""
         return self.outer_ms + sum(self.layer_ms[:exit_layer])
+
+
+@dataclass(frozen=True)
+class LayerResult:
+    """What drafting from one layer would give.
+
+    Attributes:
+        exit_layer: N.
+        agreement: share of positions where the headless draft is the target's choice.
+        overlap: mean of sum min(p, q) at temperature 1.
+        matches_per_position: share of positions from which the first i + 1 headless drafts all match.
+        draft_ms: one headless draft step; a distilled head adds about one layer.
+        headless_speedup, headless_tokens: the best predicted speedup over plain decoding and the draft length it is at.
+        distilled_speedup, distilled_tokens: the same for a distilled head that closes `probe.GAP_CLOSED` of the gap.
+    """
+
+    exit_layer: int
+    agreement: float
+    overlap: float
+    matches_per_position: list[float]
+    draft_ms: float
+    headless_speedup: float
+    headless_tokens: int
+    distilled_speedup: float
+    distilled_tokens: int
 
 
 @torch.no_grad()

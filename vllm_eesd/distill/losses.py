@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from vllm_eesd.distill.config import TrainConfig
 
 # Logits that exist at one time: 32 MiB of float32, and a few arrays of that size.
 CHUNK_LOGITS = 1 << 23
@@ -79,7 +81,7 @@ LOSSES = {
     "ce_target": target_cross_entropy,
     "ce_text": text_cross_entropy,
 }
-LOSS_NAMES = (*LOSSES, "jsd")
+LOSS_NAMES: tuple[str, ...] = get_args(TrainConfig.model_fields["loss"].annotation)
 
 
 def build_loss(name: str, jsd_beta: float = 0.5) -> Loss:

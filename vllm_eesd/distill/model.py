@@ -4,28 +4,18 @@ from __future__ import annotations
 
 import copy
 import os
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL_LMS
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from vllm_eesd.distill.loading import decompression, fold_logits_scaling, read_config
+from vllm_eesd.distill.loading import decompression, fold_logits_scaling, layer_config, read_config, target_verifier
 from vllm_eesd.distill.vocabulary import restrict
-from vllm_eesd.exit_head.checkpoint import ExitHeadConfig, Prior, Verifier, read_tensors
+from vllm_eesd.exit_head.checkpoint import ExitHeadConfig, Prior, read_tensors
 from vllm_eesd.exit_head.draft_vocabulary import D2T_NAME, token_ids_of
-
-# What of the target's config says how its layers are built.
-LAYER_CONFIG_FIELDS = (
-    "model_type", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
-    "hidden_act", "rms_norm_eps", "attention_bias", "mlp_bias", "max_position_embeddings", "rope_parameters",
-    "residual_multiplier", "attention_multiplier", "num_experts", "num_experts_per_tok", "moe_intermediate_size",
-    "norm_topk_prob", "decoder_sparse_step", "mlp_only_layers",
-)  # fmt: skip
 
 
 class Target(nn.Module):
@@ -149,9 +139,9 @@ class DeepContext(nn.Module):
 class DeepContextHead(ExitHead):
     """A transformer head that sees verified tokens through the target's last hidden state, at no extra draft cost.
 
-    Behind the bonus token everything is verified, so the target's output there is known: keys and values come from it,
-    by a second projection, and the output that produced the bonus token is added to the layer's input throughout the
-    block. Within the block, keys and values come from h_N, as a transformer head's do.
+    Before the round's input token everything is verified, so the target's output there is known: keys and values come
+    from it, by a second projection, and the output that produced the input token is added to the layer's input
+    throughout the block. Within the block, keys and values come from h_N, as a transformer head's do.
     """
 
     head_type = "deep_context"
@@ -257,7 +247,7 @@ def new_head(target: Target, init: str, head_type: str = "deep_context") -> Exit
 
     Args:
         init: "last", "exit" or the directory of a head; what that one lacks starts as it does with "last", and its
-            draft vocabulary is left behind.
+            draft vocabulary is left out.
     Raises:
         ValueError: the directory holds no head, or one of another target or exit layer.
     """
@@ -297,26 +287,3 @@ def head_config(
         draft_vocab_size=draft_vocab_size,
         prior=prior,
     )
-
-
-def layer_config(config: Any) -> dict[str, Any]:
-    """Return what of the target's config says how its layers are built."""
-    return {field: getattr(config, field) for field in LAYER_CONFIG_FIELDS if getattr(config, field, None) is not None}
-
-
-def target_verifier(config: Any, name_or_path: str) -> Verifier:
-    """Return the description of a target; a local one is named by its directory only."""
-    local = Path(name_or_path).exists()
-    return Verifier(
-        name_or_path=Path(name_or_path).resolve().name if local else name_or_path,
-        architecture=(config.architectures or [CAUSAL_LMS[config.model_type]])[0],
-        hidden_size=config.hidden_size,
-        num_hidden_layers=config.num_hidden_layers,
-        vocab_size=config.vocab_size,
-    )
-
-
-def saved_dtype(name_or_path: str) -> torch.dtype:
-    """Return the dtype the target's weights are stored in: the head is served in it, so it is stored in it too."""
-    dtype = read_config(name_or_path).dtype
-    return dtype if dtype in (torch.bfloat16, torch.float16) else torch.float32

@@ -5,11 +5,8 @@ from __future__ import annotations
 import os
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from vllm_eesd.distill.layer_costs import LayerCosts
-    from vllm_eesd.distill.probe import LayerResult
+from vllm_eesd.distill.layer_costs import LayerCosts, LayerResult
 
 SUFFIXES = (".png", ".svg", ".pdf")
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from vllm_eesd.distill.layer_costs import LayerCosts, measure_costs
+from vllm_eesd.distill.layer_costs import LayerCosts, LayerResult, measure_costs
 from vllm_eesd.distill.losses import CHUNK_LOGITS
 from vllm_eesd.distill.metrics import LONGEST_DRAFT
 from vllm_eesd.distill.model import Target, load_target
@@ -26,33 +26,8 @@ CHUNK_STATES = 1 << 26
 GAP_CLOSED = 0.49
 # A smaller gain is lost again in scheduling and sampling.
 WORTHWHILE = 1.1
-# Headless needs no training and no KV: it may be this much behind what a distilled head is expected to reach.
+# Headless needs no training and no KV: it may reach this much less than what a distilled head is expected to reach.
 HEADLESS_SHARE = 0.95
-
-
-@dataclass(frozen=True)
-class LayerResult:
-    """What drafting from one layer would give.
-
-    Attributes:
-        exit_layer: N.
-        agreement: share of positions where the headless draft is the target's choice.
-        overlap: mean of sum min(p, q) at temperature 1.
-        matches_per_position: share of positions from which the first i + 1 headless drafts all match.
-        draft_ms: one headless draft step; a distilled head adds about one layer.
-        headless_speedup, headless_tokens: the best predicted speedup over plain decoding and the draft length it is at.
-        distilled_speedup, distilled_tokens: the same for a distilled head that closes GAP_CLOSED of the gap.
-    """
-
-    exit_layer: int
-    agreement: float
-    overlap: float
-    matches_per_position: list[float]
-    draft_ms: float
-    headless_speedup: float
-    headless_tokens: int
-    distilled_speedup: float
-    distilled_tokens: int
 
 
 def run(args: argparse.Namespace) -> int:

@@ -93,7 +93,7 @@ def launched_processes(device: str, sharded: bool = False) -> Iterator[Processes
         device: "cuda" gives each process of a machine its own GPU.
         sharded: whether they are to share one copy of the target.
     Raises:
-        ValueError: there is nobody to share it with.
+        ValueError: there is no other process to share it with.
     """
     count = int(os.environ.get("WORLD_SIZE", "1"))
     if count == 1 and sharded:

@@ -1,4 +1,4 @@
-"""What the commands leave behind: a JSON file, and the next command, ready to paste."""
+"""What the commands write: a JSON file, and the next command, ready to paste."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def write_json(path: str | os.PathLike, outcome: dict[str, Any]) -> None:
 
 
 def check_writable(directory: str | os.PathLike, num_bytes: int, field: str) -> None:
-    """Refuse, before any work, a directory that could not take the result; nothing stays behind.
+    """Refuse, before any work, a directory that could not take the result; no file remains.
 
     Args:
         directory: need not exist; its nearest existing parent is tried.

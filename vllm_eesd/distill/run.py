@@ -23,8 +23,9 @@ from vllm_eesd.distill.generate import (
     own_text_in,
     sampled_through_vllm,
 )
+from vllm_eesd.distill.loading import saved_dtype
 from vllm_eesd.distill.metrics import evaluate
-from vllm_eesd.distill.model import Target, head_config, load_target, new_head, saved_dtype
+from vllm_eesd.distill.model import Target, head_config, load_target, new_head
 from vllm_eesd.distill.probe import best_exit_layer, probe
 from vllm_eesd.distill.processes import ALONE, Processes, launched_processes
 from vllm_eesd.distill.report import check_writable, command, serve_command, write_json
@@ -33,7 +34,8 @@ from vllm_eesd.distill.tensorboard import open_tensorboard
 from vllm_eesd.distill.text import check_seq_len, measuring_windows, read_text
 from vllm_eesd.distill.train import TrainConfig, train
 from vllm_eesd.distill.vocabulary import check_size, draft_token_ids, end_tokens, most_frequent, restrict, token_shares
-from vllm_eesd.exit_head.checkpoint import Prior, one_line, write_head
+from vllm_eesd.exit_head.checkpoint import Prior, write_head
+from vllm_eesd.exit_head.config import one_line
 
 # Windows measured on; 64 x 512 tokens give the agreement to about 0.3 percentage points.
 HELD_OUT_WINDOWS = 64

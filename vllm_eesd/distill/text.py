@@ -53,7 +53,7 @@ def text_files(name: str | os.PathLike) -> list[Path]:
             reason = " ".join(str(error).split())
             raise ValueError(f"data: {name}: neither a file nor an available data set ({reason:.160})") from None
     if not path.is_dir():
-        return [path]  # whoever reads it says what is wrong with it
+        return [path]  # the reader says what is wrong with it
     files = sorted(file for file in _visible_files(path) if file.suffix in TEXT_SUFFIXES and _holds_something(file))
     if not files:
         raise ValueError(f"data: {name}: no text in it; a file's name must end in {', '.join(sorted(TEXT_SUFFIXES))}")

@@ -55,7 +55,7 @@ class TokenFile:
 
 
 class Spool:
-    """Texts' token ids, one behind the other in one temporary file, which vanishes with the last part of it.
+    """Texts' token ids, one after the other in one temporary file, which vanishes with the last part of it.
 
     Args:
         dtype: of the ids.
@@ -67,7 +67,7 @@ class Spool:
             self._file = tempfile.TemporaryFile(prefix="eesd-tokens-")
 
     def add(self, pieces: Iterable[list[int]], name: str) -> TokenFile:
-        """Return a text's ids, written behind the others; one piece is in memory at a time.
+        """Return a text's ids, written after the others; one piece is in memory at a time.
 
         Raises:
             ValueError: the temporary directory has no room.
@@ -83,7 +83,7 @@ class Spool:
         return TokenFile(self._file, self._dtype, name, first, last - first)
 
     def packed(self, at_least: int) -> list[TokenFile]:
-        """Return all ids in the order they came: texts are joined with those behind them up to `at_least` tokens.
+        """Return all ids in the order they came: texts are joined with those after them up to `at_least` tokens.
 
         What is left at the end belongs to the last of them, so only a single one can be shorter.
         """

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import math
+import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any
 
 import numpy as np
 import torch
-from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from vllm_eesd.distill.config import TrainConfig
 from vllm_eesd.distill.data import TokenData
-from vllm_eesd.distill.losses import LOSS_NAMES, build_loss, distillation_loss
+from vllm_eesd.distill.losses import build_loss, distillation_loss
 from vllm_eesd.distill.metrics import LONGEST_DRAFT
 from vllm_eesd.distill.model import Target
 from vllm_eesd.distill.processes import ALONE, Processes
@@ -28,48 +30,6 @@ WARMUP_STEPS = 30
 DEFAULT_LR = 0.14
 FINAL_LR_SHARE = 0.01
 SAVE_EVERY_S = 120
-
-
-class TrainConfig(BaseModel):
-    """How to train. The learning rate goes up over WARMUP_STEPS, then down along a cosine.
-
-    Attributes:
-        steps: optimizer steps of the whole run, resumed parts included.
-        minutes: stop after this long, resumed parts included, if earlier than steps; None is no limit.
-        batch: windows a step.
-        seq_len: tokens a window.
-        accumulate: parts a process computes its share of a step in, one after the other, to save memory.
-        lr: the highest learning rate, of Muon for matrices and AdamW for norms; None goes by the target's width.
-        init: what the head starts from: the target's "last" or "exit" layer, or the directory of a head.
-        loss: what the head minimises, see `vllm_eesd.distill.losses`.
-        jsd_beta: of the loss `jsd`.
-        head_type: of the head, see `vllm_eesd.distill.model`.
-        draft_vocab: tokens the head drafts from, the most frequent ones of the data; None is the whole vocabulary.
-        seed: of the order of the data and of generated text.
-        compile: torch.compile the step; slow to start, about a fifth faster on a CPU.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    steps: int = Field(1000, ge=1)
-    minutes: float | None = Field(None, gt=0)
-    batch: int = Field(8, ge=1)
-    seq_len: int = Field(512, ge=2)
-    accumulate: int = Field(1, ge=1)
-    lr: float | None = Field(None, gt=0)
-    init: str = "last"
-    loss: Literal[LOSS_NAMES] = "forward_kl"
-    jsd_beta: float = Field(0.5, gt=0, lt=1)
-    head_type: Literal["transformer", "deep_context", "mlp"] = "deep_context"
-    draft_vocab: int | None = Field(None, ge=1)
-    seed: int = Field(0, ge=0)
-    compile: bool = False
-
-    @model_validator(mode="after")
-    def _text_is_in_the_vocabulary(self) -> Self:
-        if self.draft_vocab is not None and self.loss == "ce_text":
-            raise ValueError("loss is 'ce_text', must be another one with draft_vocab: text has tokens outside it")
-        return self
 
 
 def train(
@@ -93,44 +53,69 @@ def train(
     processes.check_batch(config.batch, config.accumulate)
     lr = DEFAULT_LR / math.sqrt(target.config.hidden_size) if config.lr is None else config.lr
     optimizers = _make_optimizers(head, lr)
-    run = {"step": 0, "elapsed_s": 0.0, "losses": []}
-    if checkpoint is not None and checkpoint.exists():
-        run = resume(checkpoint, head, optimizers, config, target)
+    run = _begin(checkpoint, head, optimizers, config, target)
     processes.wait()
-    began = time.monotonic() - run["elapsed_s"]
     gradients = _gradients_of(target, head, config, processes)
-    saved_at, whole_step = time.monotonic(), True
-    keeps = checkpoint if processes.is_first else None
-    progress = tqdm(
-        total=config.steps, initial=run["step"], desc="distilling", unit="step", disable=not processes.is_first
-    )
+    keep = partial(save, checkpoint if processes.is_first else None, head, optimizers, config, target, run)
+    began, saved_at, whole_step = time.monotonic() - run["elapsed_s"], time.monotonic(), True
+    progress = _progress(config, run, processes)
     try:
         while run["step"] < config.steps and not _out_of_time(config, run):
-            for optimizer in optimizers:
-                optimizer.param_groups[0]["lr"] = lr * learning_rate_scale(run["step"], run["elapsed_s"], config)
-            ids = data.batch_at(run["step"], config.batch, config.seq_len, config.seed)
-            loss = gradients(ids, random_block_starts(config.seq_len, (config.seed, run["step"], 1)))
+            loss = gradients(*_batch(data, config, run["step"]))
             torch.nn.utils.clip_grad_norm_(head.parameters(), 1.0)
             whole_step = False
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad(set_to_none=True)
+            _update(optimizers, lr * learning_rate_scale(run["step"], run["elapsed_s"], config))
             run["step"] += 1
             run["elapsed_s"] = processes.agree(time.monotonic() - began)
             run["losses"].append(round(loss, 5))
             whole_step = True
-            progress.update()
-            progress.set_postfix(loss=f"{sum(run['losses'][-20:]) / len(run['losses'][-20:]):.4f}", refresh=False)
+            _show(progress, run)
             if on_step is not None:
                 on_step(run["step"], run["losses"][-1])
             if time.monotonic() - saved_at > SAVE_EVERY_S:
-                save(keeps, head, optimizers, config, target, run)
+                keep()
                 saved_at = time.monotonic()
     finally:
         progress.close()
-        # Also when interrupted, unless that was within a step: half of one would make the resumed run another one.
+        # Also when interrupted, unless within a step: half of one would make the resumed run another one.
         if whole_step:
-            save(keeps, head, optimizers, config, target, run)
+            keep()
+    return _record(run, config)
+
+
+def _begin(checkpoint: Path | None, head: nn.Module, optimizers: list, config: TrainConfig, target: Target) -> dict:
+    """Return the state of the run: the checkpoint's if there is one, else a new run's."""
+    if checkpoint is not None and checkpoint.exists():
+        return resume(checkpoint, head, optimizers, config, target)
+    return {"step": 0, "elapsed_s": 0.0, "losses": []}
+
+
+def _progress(config: TrainConfig, run: dict[str, Any], processes: Processes) -> tqdm:
+    shown = {"desc": "distilling", "unit": "step", "disable": not processes.is_first}
+    return tqdm(total=config.steps, initial=run["step"], **shown)
+
+
+def _batch(data: TokenData, config: TrainConfig, step: int) -> tuple[Tensor, Tensor]:
+    """Return a step's token ids and the starts of its draft blocks."""
+    ids = data.batch_at(step, config.batch, config.seq_len, config.seed)
+    return ids, random_block_starts(config.seq_len, (config.seed, step, 1))
+
+
+def _show(progress: tqdm, run: dict[str, Any]) -> None:
+    progress.update()
+    progress.set_postfix(loss=f"{statistics.fmean(run['losses'][-20:]):.4f}", refresh=False)
+
+
+def _update(optimizers: list[torch.optim.Optimizer], lr: float) -> None:
+    """Take one step of every optimizer, at this learning rate, and forget the gradients."""
+    for optimizer in optimizers:
+        optimizer.param_groups[0]["lr"] = lr
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+
+def _record(run: dict[str, Any], config: TrainConfig) -> dict[str, Any]:
+    """Return what `train` does."""
     tokens = run["step"] * config.batch * config.seq_len
     return {
         "steps": run["step"],

@@ -30,7 +30,7 @@ LAUNCHER_VARIABLES = (
     "MASTER_ADDR",
     "MASTER_PORT",
 )
-# On a CPU: a KV cache that holds a batch of short windows, in GiB, unless somebody said otherwise.
+# On a CPU: a KV cache that holds a batch of short windows, in GiB, unless the environment sets another size.
 DEFAULTS = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
 # The engine is in the child itself, so that it ends with it.
 FORCED = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from vllm_eesd.exit_head.draft_vocabulary import D2T_NAME
-
-if TYPE_CHECKING:
-    from vllm_eesd.exit_head.checkpoint import ExitHeadConfig
 
 # Tensors a decoder layer has beyond the Llama set, per model_type; a model_type missing here is refused.
 EXTRA_TENSORS = {
@@ -22,7 +19,20 @@ EXTRA_TENSORS = {
 EXPERT_TYPES = {"qwen3_moe"}
 
 
-def expected_shapes(config: ExitHeadConfig) -> dict[str, tuple[int, ...]]:
+class Target(Protocol):
+    hidden_size: int
+
+
+class Head(Protocol):
+    """What shapes depend on, of `vllm_eesd.exit_head.config.ExitHeadConfig`."""
+
+    head_type: str
+    verifier: Target
+    transformer_layer_config: dict[str, Any]
+    draft_vocab_size: int | None
+
+
+def expected_shapes(config: Head) -> dict[str, tuple[int, ...]]:
     """Return name -> shape of every tensor a head's model.safetensors must hold; empty if headless.
 
     Raises:

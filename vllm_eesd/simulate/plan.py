@@ -1,4 +1,4 @@
-"""`eesd plan`: what a recorded trace's acceptance would be worth on a machine and with a model that are not at hand."""
+"""`eesd plan`: what a recorded trace's acceptance would be worth on another machine and with another model."""
 
 from __future__ import annotations
 
@@ -7,22 +7,17 @@ import json
 from dataclasses import asdict, dataclass, replace
 from math import ceil
 from pathlib import Path
-from statistics import median
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from vllm_eesd.policy import BetaPosterior, build_policy
-from vllm_eesd.policy.costs import cell_of
 from vllm_eesd.simulate.peers import FixedLength
 from vllm_eesd.simulate.replay import PolicyDrafter, replay
 from vllm_eesd.simulate.roofline import GPUS, Overheads, Roofline, Shape, costs_of
 from vllm_eesd.simulate.run import FIXED_LENGTHS, load_traces
 from vllm_eesd.simulate.world import World
 from vllm_eesd.trace import DenseTrace
-
-MEASURED = "measured"
 
 
 @dataclass(frozen=True)
@@ -37,7 +32,7 @@ class Row:
         best_fixed, best_fixed_speedup: the best fixed draft length in hindsight.
         speedup: of the policy, over plain decoding.
         draft_length: mean of that policy.
-        memory_gb: what one device holds; None in measured mode.
+        memory_gb: what one device holds.
         fits: whether it has that.
     """
 
@@ -50,8 +45,8 @@ class Row:
     best_fixed_speedup: float
     speedup: float
     draft_length: float
-    memory_gb: float | None = None
-    fits: bool | None = None
+    memory_gb: float
+    fits: bool
 
 
 def run(args: argparse.Namespace) -> int:
@@ -67,20 +62,18 @@ def run(args: argparse.Namespace) -> int:
     trace = next(iter(traces.values()))
     console = Console(highlight=False)
     draft_layers = args.exit_layer + (0 if args.headless else 1)
-    if args.gpu == MEASURED:
-        rows, notes = plan_measured(trace, shape, draft_layers, args)
-    else:
-        machine = roofline_of(args, shape, draft_layers)
-        rows = []
-        for batch in args.batch:
-            with console.status(f"batch {batch}"):
-                memory = machine.memory_gb(batch)
-                row = plan_batch(trace, costs_of(machine, batch, trace.num_speculative_tokens), batch, args)
-                rows.append(replace(row, memory_gb=memory, fits=memory <= machine.gpu.memory_gb))
-        notes = {"gpu": args.gpu, **asdict(machine.gpu), "tp": args.tp, "dtype": args.dtype}
+    machine, rows = roofline_of(args, shape, draft_layers), []
+    for batch in args.batch:
+        with console.status(f"batch {batch}"):
+            rows.append(plan_batch(trace, machine, batch, args))
     console.print(table(rows, title(args, shape, trace)))
-    console.print(explain(notes))
+    console.print(
+        f"Published figures: {machine.gpu.source}. A roofline: launches, link latencies and the engine's own work are "
+        "not in it unless given (--step-overhead-ms, --draft-, --round- and --verify-overhead-ms, --reached), so "
+        "read the speedups as an upper bound."
+    )
     if args.json:
+        notes = {"gpu": args.gpu, **asdict(machine.gpu), "tp": args.tp, "dtype": args.dtype}
         content = {"shape": asdict(shape), "draft_layers": draft_layers, "context": args.context, "machine": notes}
         content |= {"trace": args.trace, "policy": args.policy, "rows": [asdict(row) for row in rows]}
         Path(args.json).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
@@ -109,7 +102,7 @@ def roofline_of(args: argparse.Namespace, shape: Shape, draft_layers: int) -> Ro
         ValueError: it does not exist, or has no such arithmetic.
     """
     if args.gpu not in GPUS:
-        raise ValueError(f"--gpu {args.gpu!r} is not known; allowed: {', '.join(GPUS)}, {MEASURED}")
+        raise ValueError(f"--gpu {args.gpu!r} is not known; allowed: {', '.join(GPUS)}")
     gpu = GPUS[args.gpu]
     if args.dtype not in gpu.tflops:
         raise ValueError(f"--dtype {args.dtype!r} is not what {args.gpu} computes in; allowed: {', '.join(gpu.tflops)}")
@@ -122,8 +115,9 @@ def roofline_of(args: argparse.Namespace, shape: Shape, draft_layers: int) -> Ro
     return Roofline(shape, draft_layers, gpu, args.tp, args.dtype, args.context, args.reached, overheads)
 
 
-def plan_batch(trace: DenseTrace, costs: dict[str, Any], batch: int, args: argparse.Namespace) -> Row:
-    """Replay the trace at these costs; a trace of fewer requests than the batch has is repeated."""
+def plan_batch(trace: DenseTrace, machine: Roofline, batch: int, args: argparse.Namespace) -> Row:
+    """Replay the trace at that machine's costs; a trace of fewer requests than the batch has is repeated."""
+    costs = costs_of(machine, batch, trace.num_speculative_tokens)
     copies = ceil(batch / len(trace.requests))
     trace = replace(trace, requests=trace.requests * copies)
 
@@ -135,7 +129,7 @@ def plan_batch(trace: DenseTrace, costs: dict[str, Any], batch: int, args: argpa
     best = max(fixed, key=fixed.__getitem__)
     policy = build_policy(args.policy, BetaPosterior(batch, *trace.prior), args.seed, {})
     replayed = replay(trace, PolicyDrafter(policy), world(), batch)
-    true = world()
+    true, memory = world(), machine.memory_gb(batch)
     return Row(
         batch=batch,
         plain_ms=true.plain_ms(batch),
@@ -146,42 +140,13 @@ def plan_batch(trace: DenseTrace, costs: dict[str, Any], batch: int, args: argpa
         best_fixed_speedup=fixed[best],
         speedup=replayed.goodput_vs_plain,
         draft_length=replayed.mean_draft_length,
+        memory_gb=memory,
+        fits=memory <= machine.gpu.memory_gb,
     )
 
 
-def plan_measured(
-    trace: DenseTrace, shape: Shape, draft_layers: int, args: argparse.Namespace
-) -> tuple[list[Row], dict[str, Any]]:
-    """Return rows at the trace's own measured costs, and how well the roofline model explains these costs."""
-    from vllm_eesd.simulate.fit import fit, left_out, points_of
-
-    points = points_of(trace.costs)
-    # Other sizes were seen while the last requests ran out, if at all.
-    seen = {point.num_reqs for point in points if not point.is_draft}
-    measured_sizes = [batch for batch in sorted(set(args.batch)) if cell_of(batch) in seen]
-    if not measured_sizes:
-        raise ValueError(f"--batch {args.batch} holds no size that the trace's header has measured costs of")
-    rounds = [ms for _, ms in trace.costs["draft_round_ms"]]
-    machine = (shape, draft_layers, "float32", args.context, median(rounds) if rounds else 0.0)
-    fitted, errors = fit(points, *machine), [abs(error) for _, error in left_out(points, *machine)]
-    rows, speedup_errors = [], []
-    for batch in measured_sizes:
-        rows.append(plan_batch(trace, trace.costs, batch, args))
-        modelled = plan_batch(trace, costs_of(fitted, batch, trace.num_speculative_tokens), batch, args)
-        speedup_errors.append(modelled.speedup / rows[-1].speedup - 1)
-    return rows, {
-        "gpu": MEASURED,
-        "bandwidth_gb_s": fitted.bandwidth_gb_s,
-        "gflops": fitted.gflops,
-        "overheads": asdict(fitted.overheads),
-        "left_out_error_median": median(errors),
-        "left_out_error_max": max(errors),
-        "speedup_errors": dict(zip(map(str, measured_sizes), speedup_errors, strict=True)),
-    }
-
-
 def title(args: argparse.Namespace, shape: Shape, trace: DenseTrace) -> str:
-    where = "measured costs" if args.gpu == MEASURED else f"{args.tp} x {args.gpu}, {args.dtype}"
+    where = f"{args.tp} x {args.gpu}, {args.dtype}"
     return (
         f"{shape.layers} layers of {shape.hidden}, vocabulary {shape.vocab}, exit layer {args.exit_layer}, {where}, "
         f"context {args.context}; acceptance of {trace.workload}"
@@ -195,7 +160,7 @@ def table(rows: list[Row], title: str) -> Table:
         result.add_column(heading, justify="right")
     for row in rows:
         result.add_row(
-            str(row.batch) + ("" if row.fits in (None, True) else " *"),
+            str(row.batch) + ("" if row.fits else " *"),
             f"{row.plain_ms:.2f}",
             f"{row.draft_step_ms:.3f}",
             f"{row.verify_ms:.2f}",
@@ -204,25 +169,6 @@ def table(rows: list[Row], title: str) -> Table:
             f"{row.speedup:.2f}x",
             f"{row.draft_length:.2f}",
         )
-    if any(row.fits is False for row in rows):
+    if not all(row.fits for row in rows):
         result.caption = "* more than the devices' memory holds"
     return result
-
-
-def explain(notes: dict[str, Any]) -> str:
-    """Return what the figures rest on, in a few lines."""
-    if notes["gpu"] != MEASURED:
-        return (
-            f"Published figures: {notes['source']}. A roofline: launches, link latencies and the engine's own work are "
-            "not in it unless given (--step-overhead-ms, --draft-, --round- and --verify-overhead-ms, --reached), so "
-            "read the speedups as an upper bound."
-        )
-    errors = [abs(error) for error in notes["speedup_errors"].values()]
-    own = notes["overheads"]
-    return (
-        f"Fitted to these costs: {notes['bandwidth_gb_s']:.0f} GB/s, {notes['gflops']:.0f} GFLOP/s (inf: not seen), "
-        f"{own['step_ms']:.2f} ms an engine step, {own['verify_ms']:.2f} more if it verifies drafts, "
-        f"{own['draft_step_ms']:.2f} ms a draft step. Predicting each batch size from the others is off by "
-        f"{notes['left_out_error_median']:.0%} (median; at most {notes['left_out_error_max']:.0%}); with the fitted "
-        f"costs the speedup is off by {median(errors):.0%} (median; at most {max(errors):.0%})."
-    )

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 from matplotlib.figure import Figure
 
-from vllm_eesd.simulate.run import Outcome
+from vllm_eesd.simulate.outcome import Outcome
 
 #: In the two lower panels more lines than these cannot be told apart.
 SHOWN = ("goodput", "beta_ts", "best_fixed", "vllm_adaptive")

@@ -1,4 +1,4 @@
-"""What steps would cost on a machine nobody has measured: bytes over bandwidth or FLOPs over peak, whichever is more.
+"""What steps would cost on a machine that was not measured: bytes over bandwidth or FLOPs over peak, whichever is more.
 
 A step over t tokens of n requests with context c, through some layers and perhaps the LM head, on `tp` devices:
 
@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 #: Bytes of a weight. With fp8 weights keys, values and what devices send each other stay in bfloat16, vLLM's default.
 WEIGHT_BYTES = {"float32": 4.0, "bfloat16": 2.0, "fp8": 1.0}
@@ -140,8 +140,8 @@ class Overheads:
     Attributes:
         step_ms: of every engine step.
         draft_step_ms: of every draft step.
-        round_ms: of a round that drafts, besides its draft steps.
-        verify_ms: of a step that verifies drafts, besides running them through the target.
+        round_ms: of a round that drafts, in addition to its draft steps.
+        verify_ms: of a step that verifies drafts, in addition to running them through the target.
     """
 
     step_ms: float = 0.0
@@ -197,17 +197,7 @@ class Roofline:
         return (weights + kv) / self.tp / 1e9
 
 
-class StepTimes(Protocol):
-    """What a plan needs to know of a machine."""
-
-    overheads: Overheads
-
-    def verify_ms(self, num_reqs: int, num_drafts: int) -> float: ...
-
-    def draft_step_ms(self, num_reqs: int) -> float: ...
-
-
-def costs_of(times: StepTimes, batch: int, longest_draft: int) -> dict[str, Any]:
+def costs_of(times: Roofline, batch: int, longest_draft: int) -> dict[str, Any]:
     """Return these times in the form of `CostModel.state`, for batches up to `batch`."""
     sizes = _ladder(batch)
     verify = {str(size): [[k, times.verify_ms(size, k)] for k in (0, *_ladder(size * longest_draft))] for size in sizes}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from argparse import Namespace
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
 
@@ -12,8 +12,9 @@ from rich.console import Console
 from rich.table import Table
 
 from vllm_eesd.policy import POLICIES, BetaPosterior, build_policy
+from vllm_eesd.simulate.outcome import Outcome
 from vllm_eesd.simulate.peers import AdaptiveVerification, FixedLength, fit_confidence, oracle
-from vllm_eesd.simulate.replay import PolicyDrafter, Replay, replay
+from vllm_eesd.simulate.replay import PolicyDrafter, replay
 from vllm_eesd.simulate.world import World
 from vllm_eesd.trace import DenseTrace, read_trace
 
@@ -22,25 +23,6 @@ FIXED_LENGTHS = range(9)
 #: What policies are compared with, in the table's order.
 REFERENCES = ("oracle", "best_fixed", "vllm_adaptive")
 MIXED = "mixed"
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """One policy's replay of one trace."""
-
-    trace: str
-    policy: str
-    replay: Replay
-    length: int | None = None  # best_fixed's
-
-    def row(self) -> dict[str, str | float | int]:
-        row = {
-            "trace": self.trace,
-            "policy": self.policy,
-            "goodput_vs_plain": round(self.replay.goodput_vs_plain, 4),
-            "mean_draft_length": round(self.replay.mean_draft_length, 3),
-        }
-        return row if self.length is None else row | {"length": self.length}
 
 
 def run(args: Namespace) -> int:

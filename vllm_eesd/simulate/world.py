@@ -39,7 +39,7 @@ class World:
 
     Args:
         costs: in the form of `CostModel.state`; empty: `default_costs`.
-        draft_scale: multiplies draft steps and what a drafted round costs besides.
+        draft_scale: multiplies draft steps and what else a drafted round costs.
         verify_scale: multiplies what verification costs beyond a plain step.
         seed: of the noise.
     """

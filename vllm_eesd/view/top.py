@@ -141,7 +141,7 @@ def run(args: argparse.Namespace) -> int:
     """Show the view until interrupted, or `--count` times.
 
     Raises:
-        ValueError: the URL is none, or nobody answers there.
+        ValueError: the URL is not valid, or no server answers there.
     """
     watch = Watch(metrics_url(args.url), args.window)
     console = Console(highlight=False)

@@ -1,6 +1,6 @@
 """Make a target of 134 million random weights, with an exit head that was never trained: the worst case at a real step.
 
-    python -P benchmarks/make_random_target.py build/random_135m
+    python -P models/make/make_random_target.py build/random_135m
 
 What EESD adds to a step does not grow with the model, so against the embedded model's step of a few milliseconds it
 looks large. This target takes tens of milliseconds a step, as models that people serve on a CPU do; nothing of what it
@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-EMBEDDED = Path(__file__).resolve().parents[1] / "models" / "eesd-code-10m"
+EMBEDDED = Path(__file__).resolve().parents[2] / "models" / "eesd-code-10m"
 #: Sizes of the small Llamas that are served on CPUs; the embedding is tied.
 SIZES = {
     "hidden_size": 576,

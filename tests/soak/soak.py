@@ -30,7 +30,7 @@ from soak_server import Server
 
 from vllm_eesd.bench.hardware import provenance
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "models" / "eesd-code-10m"
 #: Where faults are planted in turn, never so many so close together that they switch speculation off.
 FAULT_PLACES = ("step", "policy", "requests")
@@ -160,7 +160,7 @@ def slope_per_hour(samples: list[tuple[float, int]]) -> float:
 
 
 def at_idle(server: Server) -> dict[str, Any]:
-    """Return what is left once nobody asks; one short request lets the worker hear that the others ended."""
+    """Return what is left once no client asks; one short request lets the worker hear that the others ended."""
     deadline = time.monotonic() + 60
     while server.metric("vllm:num_requests_running") and time.monotonic() < deadline:
         time.sleep(0.2)

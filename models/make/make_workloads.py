@@ -1,14 +1,14 @@
 """Write the other workloads beside models/prompts/held_out_code.jsonl, all made of what is there.
 
-    python benchmarks/make_workloads.py
+    python models/make/make_workloads.py
 
 `repetitive_code.jsonl`: each held-out prompt, then the beginning of a copy of it with one name changed, as an editor
 sends it when code is copied and adapted. `random_tokens.jsonl`: uniformly random token ids, decoded: nothing to
-predict, the worst case for drafting; greedy, a small model soon repeats itself behind them, so measure it at a
+predict, the worst case for drafting; greedy, a small model soon repeats itself after them, so measure it at a
 temperature. `multi_turn.jsonl`: conversations of requests and code replies that end where the next reply starts.
 `long_context.jsonl`: as much held-out code as the embedded model's positions leave room for, 64 new tokens kept free;
-not 4096 tokens, because it has 2048 positions (and it learned on texts of 512, so how well it writes there is nobody's
-claim). `mixed.jsonl`: held-out, repetitive and random prompts in turn.
+not 4096 tokens, because it has 2048 positions (and it learned on texts of 512, so nothing is claimed about how well
+it writes there). `mixed.jsonl`: held-out, repetitive and random prompts in turn.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from transformers import AutoTokenizer
 
-PROMPTS = Path(__file__).resolve().parents[1] / "models" / "prompts"
+PROMPTS = Path(__file__).resolve().parents[2] / "models" / "prompts"
 #: Share of the copy that the prompt already holds: the model has to see that it is one.
 SHOWN = 0.3
 RANDOM_TOKENS = 64

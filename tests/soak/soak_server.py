@@ -21,7 +21,7 @@ PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 class Server:
-    """`vllm serve` on a free port; a context manager that leaves no process behind.
+    """`vllm serve` on a free port; a context manager that ends every process it started.
 
     Args:
         model: directory of the target.

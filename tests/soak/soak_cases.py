@@ -7,7 +7,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-PROMPTS = Path(__file__).resolve().parents[1] / "models" / "prompts"
+PROMPTS = Path(__file__).resolve().parents[2] / "models" / "prompts"
 #: Options that leave a greedy answer a function of the prompt alone; several may be drawn together.
 OPTIONS: tuple[dict[str, Any], ...] = (
     {},

