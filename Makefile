@@ -1,4 +1,5 @@
 # make demo    complete held-out code with plain vLLM and with EESD, side by side
+# make check   ruff, the unit tests, one engine with EESD against plain vLLM: less than two minutes on two cores
 # make test    the whole test suite            (make test ARGS="-k policy")
 # make venv    only make .venv                 (make venv DEVICE=cpu PYTHON=python3.12)
 # make fuzz    hostile input, many more of it     (make fuzz EXAMPLES=20000)
@@ -16,6 +17,9 @@ DEVICE ?= auto
 ARGS ?=
 # Processes that share the tests; engines on a GPU would fight over its memory.
 WORKERS ?= $(if $(shell command -v nvidia-smi),0,2)
+# Greedy identity with plain vLLM, and a draft model that is the whole target: all of it is accepted.
+ENGINES_OF_CHECK := "tests/engine_v1/test_lossless.py::test_greedy_identity_on_a_random_target[eager]" \
+	tests/engine_v1/test_self_tests.py::test_headless_at_the_last_layer_accepts_everything
 # Inputs per fuzz target.
 EXAMPLES ?= 2000
 MINUTES ?= 20
@@ -29,16 +33,19 @@ export VLLM_CPU_KVCACHE_SPACE ?= 1
 export HF_HUB_OFFLINE ?= 1
 export VLLM_NO_USAGE_STATS ?= 1
 
-.PHONY: demo test fuzz soak reliability venv bench suffix lint dist clean distclean
+.PHONY: demo check test fuzz soak reliability venv bench suffix lint dist clean distclean
 
 demo: $(STAMP)
 	$(VENV)/bin/eesd demo $(ARGS)
 
+check: lint
+	$(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile $(ENGINES_OF_CHECK) tests/unit $(ARGS)
+
 test: $(STAMP)
-	$(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(VENV)/bin/python .ci/test -n $(WORKERS) $(ARGS)
 
 fuzz: $(STAMP)
-	$(VENV)/bin/python -m pytest tests/unit/test_hostile_input.py tests/host/test_hostile_config.py tests/host/test_faults.py \
+	$(VENV)/bin/python -m pytest tests/unit/test_hostile_input.py tests/engine_v1/test_hostile_config.py tests/engine_v1/test_faults.py \
 		--fuzz-examples $(EXAMPLES) --report benchmarks/results/fuzz.json $(ARGS)
 
 soak: $(STAMP)
@@ -68,7 +75,7 @@ suffix: $(STAMP)
 		arctic-inference==0.1.1
 
 lint: $(STAMP)
-	$(VENV)/bin/python -m pip install --quiet ruff
+	$(VENV)/bin/python -c "import ruff" 2>/dev/null || $(VENV)/bin/python -m pip install --quiet ruff
 	$(VENV)/bin/python -m ruff check .
 
 dist: $(STAMP)

@@ -17,8 +17,8 @@ RESULTS, DOCS = ROOT / "benchmarks" / "results", ROOT / "docs"
 HEAD = "<!-- Written by benchmarks/reliability_page.py from benchmarks/results; do not edit. -->\n"
 
 FAULTS_SURVIVED = (
-    "Planted faults (`tests/host/test_faults.py`). Survived means: every token is plain vLLM's, drafting goes on or is",
-    "off with a line in the log; one of several ranks ends its process instead, as a worker that died does. That a",
+    "Planted faults (`tests/engine_v1/test_faults.py`). Survived means: every token is plain vLLM's, drafting goes on",
+    "or is off with a line in the log; one of several ranks ends its process instead, as a worker that died does. That a",
     "killed worker ends the server cleanly is part of the long load.",
 )
 

@@ -1,6 +1,8 @@
 """What every test may rely on: the environment of a CPU engine, the `gpu` marker, the embedded model."""
 
 import collections
+import functools
+import importlib.util
 import json
 import os
 import sys
@@ -18,8 +20,42 @@ sys.path[:] = [entry for entry in sys.path if Path(entry).resolve() != REPOSITOR
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+# On CPUs what vLLM 0.32 compiles ahead of time it cannot load again ("'function' object has no attribute
+# 'finalize_loading'"): every start of a compiled engine compiled for the cache, then for itself.
+os.environ.setdefault("VLLM_USE_AOT_COMPILE", "0")
 # Engine processes must not find the folder kernels/ in place of Hugging Face's `kernels` package.
 os.environ.setdefault("PYTHONSAFEPATH", "1")
+
+
+#: Folders whose tests a process has only if it is of their kind; `.ci/test` starts one of each.
+V2, KERNELS = REPOSITORY / "tests" / "engine_v2", REPOSITORY / "tests" / "kernels" / "interpreted"
+
+
+@functools.cache
+def has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def kind_of_this_process() -> Path | None:
+    """The folder whose tests Triton's interpreter is on for, if it is: for V2 as vLLM's backend, or by the variable."""
+    if importlib.util.find_spec("triton_cpu_interpreter"):
+        return V2
+    return KERNELS if os.environ.get("TRITON_INTERPRET") == "1" else None
+
+
+def is_elsewhere(path: Path) -> bool:
+    """Whether a test or folder of tests is a matter of another kind of process."""
+    kind = next((folder for folder in (V2, KERNELS) if path.is_relative_to(folder)), None)
+    here = kind_of_this_process()
+    if here is None:
+        return kind is not None and not has_gpu()
+    return kind != here and not here.is_relative_to(path)
+
+
+def pytest_ignore_collect(collection_path):
+    return True if is_elsewhere(collection_path) else None
 
 
 def pytest_addoption(parser):
@@ -28,6 +64,10 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
+    for name in config.args:
+        path = config.invocation_params.dir.joinpath(name.partition("::")[0]).resolve()
+        if is_elsewhere(path):
+            raise pytest.UsageError(f"{name} wants another process, Triton interpreted or not: .ci/test {name}")
     keep_to_own_cores()
     config.addinivalue_line("markers", "feature(name, outcome): a row of docs/compatibility.md that this test decides")
     config.addinivalue_line("markers", "fault(kind, number): so many faults are planted; if it passes, survived")
@@ -54,9 +94,12 @@ def keep_to_own_cores():
         os.sched_setaffinity(0, share)
 
 
+def pytest_report_header():
+    elsewhere = [str(folder.relative_to(REPOSITORY)) for folder in (V2, KERNELS) if is_elsewhere(folder)]
+    return [f"not in this process, but in make test's next: {', '.join(elsewhere)}"] if elsewhere else []
+
+
 def pytest_collection_modifyitems(items):
-    # The longest file first, so that no worker is left with it at the end.
-    items.sort(key=lambda item: "v2" not in item.path.relative_to(REPOSITORY).parts)
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return
@@ -82,6 +125,9 @@ def counts() -> collections.Counter[str]:
 def pytest_runtest_makereport(item, call):
     """Attach what a test counted and the features it decides: reports travel from workers to who writes the file."""
     report = (yield).get_result()
+    if report.skipped and kind_of_this_process() and not hasattr(report, "wasxfail"):
+        if not item.get_closest_marker("gpu"):  # whoever skips here is tested nowhere
+            report.outcome, report.longrepr = "failed", f"skipped under the interpreter: {report.longrepr[-1]}"
     for kind, number in (marker.args for marker in item.iter_markers("fault") if report.when == "call"):
         COUNTS[f"faults planted: {kind}"] += number
         COUNTS[f"faults survived: {kind}"] += number * report.passed

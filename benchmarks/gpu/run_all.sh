@@ -28,8 +28,8 @@ stages=(
     "doctor|3|$python -m vllm_eesd.cli doctor --model $model --json $work/doctor.json"
     "smoke|5|$python benchmarks/gpu/lossless.py --dtype float32 --num-prompts 2 --max-tokens 32"
     "tests|15|$python -m pytest -q -m gpu || [ \$? = 5 ]" # 5: no test is marked
-    "kernels|10|$python -m pytest -q tests/kernels_"
-    "v2|15|$python -m pytest -q tests/v2/interpreted"
+    "kernels|10|$python -m pytest -q tests/kernels"
+    "v2|15|$python -m pytest -q tests/engine_v2"
     "eager|10|$python benchmarks/gpu/lossless.py --dtype float32 --num-prompts 8 --max-tokens 64 --engine '$eager' --json $results/gpu_lossless_eager.json"
     "graphs_alone|10|$python benchmarks/gpu/lossless.py --dtype float32 --num-prompts 8 --max-tokens 64 --engine '$graphs_alone' --json $results/gpu_lossless_graphs_alone.json"
     "lossless|10|$python benchmarks/gpu/lossless.py --json $results/gpu_lossless.json"

@@ -21,6 +21,8 @@ ENGINES = {
     "asynchronous, exit_head and kv_fill": ({"policy": "beta_ts"}, {"async_scheduling": True}),
 }
 
+ASYNCHRONOUS = pytest.mark.feature("asynchronous scheduling (Model Runner V2)", "the same answers")
+
 
 @pytest.fixture(scope="module")
 def prompts():
@@ -59,8 +61,12 @@ def plain(engine, greedy, random_target, prompts):
         return results_of(llm, greedy, prompts)
 
 
+@pytest.mark.feature("Model Runner V2 (on a CPU, its kernels interpreted)", "the same answers")
 @pytest.mark.usefixtures("corrupted_drafts")
-@pytest.mark.parametrize("kind", ENGINES)
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, marks=[ASYNCHRONOUS] * options["async_scheduling"]) for kind, (_, options) in ENGINES.items()],
+)
 def test_greedy_identity(
     engine,
     greedy,

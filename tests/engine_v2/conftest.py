@@ -11,11 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-INTERPRETED = importlib.util.find_spec("triton_cpu_interpreter") is not None
-collect_ignore_glob = [] if INTERPRETED or torch.cuda.is_available() else ["test_*.py"]
-
 # The targets, heads and engines of the host's tests, whose conftest pytest reads for its own folder only.
-_path = Path(__file__).parents[2] / "host" / "conftest.py"
+_path = Path(__file__).parents[1] / "engine_v1" / "conftest.py"
 _spec = importlib.util.spec_from_file_location("host_fixtures", _path)
 host = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(host)
@@ -23,9 +20,8 @@ random_target, eight_token_target, cloned_head = host.random_target, host.eight_
 greedy, preemptions = host.greedy, host.preemptions
 host_engine = host.engine
 
-if not collect_ignore_glob:
-    # It would outdo `kv_cache_memory_bytes` below. The process that only collects keeps it: its engines need it.
-    os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
+# It would outdo `kv_cache_memory_bytes` below.
+os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
 
 #: Every kernel launch costs the same under the interpreter: few rows, and little memory.
 SMALL = {"max_num_seqs": 8, "kv_cache_memory_bytes": 64 << 20}

@@ -1,7 +1,7 @@
 """These tests run Triton kernels: on a GPU in place, else under Triton's interpreter in a process of their own.
 
 The interpreter is chosen by TRITON_INTERPRET=1 before Triton is imported, and the choice holds for the process; vLLM's
-engines in this repository's other tests must not see it. `test_under_the_interpreter.py` starts those processes.
+engines in this repository's other tests must not see it. `.ci/test` starts that process.
 """
 
 import os
@@ -10,8 +10,6 @@ import pytest
 import torch
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-
-collect_ignore_glob = [] if INTERPRETED or torch.cuda.is_available() else ["test_*.py"]
 
 
 def mend_small_floats():

@@ -7,7 +7,7 @@ test_draft_model.py) in test_self_tests.py; LoRA (draft_model/test_lora.py) in t
 test_tensor_parallel.py; more than one pipeline stage (eagle/test_eagle3_pp.py) is refused in test_refusals.py;
 speculation off for one request (ngram_suffix/test_disable_spec_decode.py), structured output and prefix caching in
 test_compatibility.py; hidden states that are not finite (general/test_nan_fault_tolerance.py) in test_faults.py;
-asynchronous scheduling (general/test_async_scheduling.py) on Model Runner V2 in tests/v2.
+asynchronous scheduling (general/test_async_scheduling.py) on Model Runner V2 in tests/engine_v2.
 """
 
 import json
