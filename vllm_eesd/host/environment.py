@@ -30,17 +30,29 @@ def read_environment() -> Environment:
     """Ask the installed vLLM; whatever its import raises passes through."""
     import vllm
     import vllm.envs as envs
+
+    forced = envs.VLLM_USE_V2_MODEL_RUNNER
+    return Environment(vllm.__version__, read_platform(), *read_runner(), forced, _graph_mode())
+
+
+def read_platform() -> str:
+    """Return the platform vLLM has taken: "cpu", "cuda", ..."""
     from vllm.platforms import current_platform
+
+    return current_platform.device_type
+
+
+def read_runner() -> tuple[str, str]:
+    """Return the model runner of a plain engine, "V1" or "V2", and why vLLM takes that one."""
+    import vllm.envs as envs
     from vllm.triton_utils import HAS_TRITON
 
     forced = envs.VLLM_USE_V2_MODEL_RUNNER
     if forced is not None:
-        runner, reason = ("V2" if forced else "V1"), f"VLLM_USE_V2_MODEL_RUNNER={int(forced)}"
-    elif HAS_TRITON:
-        runner, reason = "V2", "Triton works here"
-    else:
-        runner, reason = "V1", "V2 needs Triton, which does not work here"
-    return Environment(vllm.__version__, current_platform.device_type, runner, reason, forced, _graph_mode())
+        return ("V2" if forced else "V1"), f"VLLM_USE_V2_MODEL_RUNNER={int(forced)}"
+    if HAS_TRITON:
+        return "V2", "Triton works here"
+    return "V1", "V2 needs Triton, which does not work here"
 
 
 def _graph_mode() -> str | None:

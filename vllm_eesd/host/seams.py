@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import importlib
 import inspect
-import textwrap
-from collections.abc import Callable
+import sys
+import threading
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
+from vllm_eesd.host import vllm_source
+from vllm_eesd.host.on_import import when_imported
+
 #: Set on a wrapper, so that installing twice is seen.
 _MARK = "_eesd_seam"
+_INSTALLING = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -22,10 +26,13 @@ class Seam:
 
     Attributes:
         target: "package.module:Class.attribute" or "package.module:function".
-        digests: of the source this wrapper was written against, one per vLLM release that differs; see `digest_of`.
+        digests: of the source this wrapper was written against, one per vLLM release that differs; see
+            `vllm_source.digest_of_lines`.
         wrap: gets the original function, returns its replacement.
         why: what would not work without it.
         retired_by: what upstream change would make it unnecessary.
+        upstream: the issue or pull request of vLLM that is about it, as "vllm#1"; "" where none is known.
+        platform: "any", or the only one it is for, as `vllm.platforms.current_platform.device_type` calls it.
     """
 
     target: str
@@ -33,11 +40,27 @@ class Seam:
     wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
     why: str
     retired_by: str
+    upstream: str = ""
+    platform: str = "any"
+
+    @property
+    def module(self) -> str:
+        """Name of the module that the wrapped function is reached through."""
+        return self.target.partition(":")[0]
+
+    @property
+    def qualified(self) -> str:
+        """ "Class.attribute" or "function"."""
+        return self.target.partition(":")[2]
+
+    def is_for(self, platform: str) -> bool:
+        """Return whether it is installed on that platform."""
+        return self.platform in ("any", platform)
 
 
 @dataclass(frozen=True)
 class SeamStatus:
-    """Whether a seam fits the installed vLLM; `reason` says why not."""
+    """Whether a seam fits the installed vLLM; `reason` says why not, the rest is the seam's."""
 
     name: str
     target: str
@@ -45,25 +68,54 @@ class SeamStatus:
     reason: str
     why: str
     retired_by: str
+    upstream: str = ""
+    platform: str = "any"
 
 
-def digest_of(function: Callable[..., Any]) -> str:
-    """Return 16 hex digits identifying a function's source, indentation and comments at the line's end aside."""
-    return digest_of_lines(inspect.getsource(function).splitlines())
+def check(seam: Seam, read: vllm_source.Reader = vllm_source.installed_source) -> SeamStatus:
+    """Return whether vLLM's code at this seam is the code it was written against; nothing is imported for it."""
+    try:
+        reason = _misfit(seam, read) or _replaced(seam)
+    except (OSError, SyntaxError, ValueError, RecursionError) as error:
+        reason = f"cannot be read: {' '.join(str(error).split())}"
+    described = seam.why, seam.retired_by, seam.upstream, seam.platform
+    return SeamStatus(seam.qualified, seam.target, not reason, reason, *described)
 
 
-def digest_of_lines(lines: list[str]) -> str:
-    """Return the digest of a function's source lines."""
-    lines = textwrap.dedent("\n".join(lines)).splitlines()
-    code = "\n".join(line.rstrip() for line in lines if line.strip() and not line.lstrip().startswith("#"))
-    return hashlib.sha256(code.encode()).hexdigest()[:16]
+def check_all(records: Iterable[Seam]) -> list[SeamStatus]:
+    """Return `check` of each, every file read once."""
+    read = functools.cache(vllm_source.installed_source)
+    return [check(seam, read) for seam in records]
 
 
-def _locate(target: str) -> tuple[type | ModuleType, str, Any]:
+def _misfit(seam: Seam, read: vllm_source.Reader) -> str:
+    if vllm_source.quick_digest(read, seam.module, seam.qualified) in seam.digests:
+        return ""
+    found = vllm_source.find(read, seam.module, seam.qualified)
+    if found is None:
+        return f"not found: {seam.module} has no function {seam.qualified}"
+    return "" if found.digest in seam.digests else f"its code has changed (digest {found.digest})"
+
+
+def _replaced(seam: Seam) -> str:
+    """Say who else has put another function there; "" where nobody has, or the module is not imported yet."""
+    module = sys.modules.get(seam.module)
+    if module is None or getattr(getattr(module, "__spec__", None), "_initializing", False):
+        return ""
+    try:
+        function = _function_of(_locate(module, seam.qualified)[2])
+    except AttributeError as error:
+        return f"not found: {error}"
+    original = inspect.unwrap(getattr(function, _MARK, function))
+    owner, name = getattr(original, "__module__", None) or "", getattr(original, "__qualname__", "")
+    if owner.partition(".")[0] == seam.module.partition(".")[0] and name == seam.qualified:
+        return ""
+    return f"has been replaced by {owner}:{name}"
+
+
+def _locate(module: ModuleType, qualified: str) -> tuple[type | ModuleType, str, Any]:
     """Return (class or module, attribute name, the raw attribute) of a seam's target."""
-    module_name, _, qualified = target.partition(":")
     class_name, _, attribute = qualified.rpartition(".")
-    module = importlib.import_module(module_name)
     owner = getattr(module, class_name) if class_name else module
     return owner, attribute, inspect.getattr_static(owner, attribute)
 
@@ -82,38 +134,55 @@ def _rewrapped(raw: Any, function: Callable[..., Any]) -> Any:
     return type(raw)(function) if isinstance(raw, (staticmethod, classmethod)) else function
 
 
-def source_of(seam: Seam) -> str:
-    """Return the installed source of a seam's function, at the left margin."""
-    function = _function_of(_locate(seam.target)[2])
-    return textwrap.dedent(inspect.getsource(getattr(function, _MARK, function)))
-
-
-def check(seam: Seam) -> SeamStatus:
-    """Return whether the installed vLLM's code at this seam is the code it was written against."""
-    try:
-        function = _function_of(_locate(seam.target)[2])
-        digest = digest_of(getattr(function, _MARK, function))
-        reason = "" if digest in seam.digests else f"its code has changed (digest {digest})"
-    except (ImportError, AttributeError, OSError, TypeError) as error:
-        reason = f"not found: {error}"
-    name = seam.target.rpartition(":")[2]
-    return SeamStatus(name, seam.target, not reason, reason, seam.why, seam.retired_by)
-
-
 def install(seam: Seam) -> None:
-    """Wrap the seam's target; a second call changes nothing."""
-    owner, attribute, raw = _locate(seam.target)
-    original = _function_of(raw)
-    if hasattr(original, _MARK):
-        return
-    wrapper = functools.wraps(original)(seam.wrap(original))
-    setattr(wrapper, _MARK, original)
-    setattr(owner, attribute, _rewrapped(raw, wrapper))
+    """Import the seam's module and wrap its target; a second call changes nothing."""
+    _wrap(seam, importlib.import_module(seam.module))
+
+
+@dataclass(frozen=True)
+class _Installation:
+    """Wraps a seam's target once its module is imported; never raises into that import."""
+
+    seam: Seam
+    otherwise: Callable[[str], None]
+
+    def __call__(self, module: ModuleType) -> None:
+        try:
+            _wrap(self.seam, module)
+        except Exception as error:
+            self.otherwise(f"{self.seam.target} cannot be wrapped: {error}")
+
+
+def install_on_import(seam: Seam, otherwise: Callable[[str], None]) -> None:
+    """Wrap the seam's target as soon as its module is imported, by whoever does it; a second call changes nothing.
+
+    Args:
+        otherwise: called with the reason where that fails; nothing is raised.
+    """
+    when_imported(seam.module, _Installation(seam, otherwise))
+
+
+def _wrap(seam: Seam, module: ModuleType) -> None:
+    with _INSTALLING:
+        owner, attribute, raw = _locate(module, seam.qualified)
+        original = _function_of(raw)
+        if hasattr(original, _MARK):
+            return
+        wrapper = functools.wraps(original)(seam.wrap(original))
+        setattr(wrapper, _MARK, original)
+        setattr(owner, attribute, _rewrapped(raw, wrapper))
 
 
 def remove(seam: Seam) -> None:
     """Put the original back (tests only)."""
-    owner, attribute, raw = _locate(seam.target)
+    owner, attribute, raw = _locate(importlib.import_module(seam.module), seam.qualified)
     original = getattr(_function_of(raw), _MARK, None)
     if original is not None:
         setattr(owner, attribute, _rewrapped(raw, original))
+
+
+def table(records: Sequence[Seam]) -> str:
+    """Return a Markdown table of docs/seams.md, made from the records."""
+    lines = ["| place in vLLM | platform | why | what would retire it | upstream |", "|---|---|---|---|---|"]
+    lines += [f"| `{s.target}` | {s.platform} | {s.why} | {s.retired_by} | {s.upstream} |" for s in records]
+    return "\n".join(lines) + "\n"

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from collections.abc import Callable
 from typing import Any
 
-from vllm_eesd.host import seams
-from vllm_eesd.host.seams import Seam, SeamStatus
+from vllm_eesd.host.seams import Seam
 
 _RUNNER = "vllm.v1.worker.gpu.model_runner"
 
@@ -110,6 +108,7 @@ SEAMS = (
         wrap=_wrap_init_speculator,
         why="vLLM's factory of speculators knows a closed list of methods",
         retired_by="a registry of speculators that plugins can add to",
+        upstream="vllm#36219",
     ),
     Seam(
         target=f"{_RUNNER}:maybe_create_adaptive_verification_manager",
@@ -117,6 +116,7 @@ SEAMS = (
         wrap=_wrap_create_verification_manager,
         why="drafts have a length per request; asynchronous scheduling plans the longest for everybody",
         retired_by="a speculator saying how many of its drafts are to be verified",
+        upstream="vllm#47808, vllm#48202",
     ),
     Seam(
         target=f"{_RUNNER}:resolve_adaptive_cudagraph_mode",
@@ -124,6 +124,7 @@ SEAMS = (
         wrap=_wrap_resolve_graph_mode,
         why="vLLM's own trimming demands full CUDA graphs; EESD's works without any",
         retired_by="the same",
+        upstream="vllm#47808",
     ),
     Seam(
         target=f"{_RUNNER}:GPUModelRunner.add_requests",
@@ -138,6 +139,7 @@ SEAMS = (
         wrap=_wrap_take_draft_token_ids,
         why="under synchronous scheduling the scheduler plans what was drafted, not the longest draft",
         retired_by="DraftTokensHandler keeping a length per request",
+        upstream="vllm#48202, vllm#48204",
     ),
     Seam(
         target="vllm.v1.worker.gpu.spec_decode.rejection_sampler:RejectionSampler._verify",
@@ -154,32 +156,3 @@ SEAMS = (
         retired_by="the worker telling a speculator that it is warmed up",
     ),
 )
-
-
-def check() -> list[SeamStatus]:
-    """Return the state of every seam into V2 against the installed vLLM."""
-    _import_as_the_worker_does()
-    return [seams.check(seam) for seam in SEAMS]
-
-
-def install() -> None:
-    """Install the seams if all of them fit the installed vLLM.
-
-    Raises:
-        RuntimeError: one does not; nothing was installed.
-    """
-    if misfits := [status for status in check() if not status.ok]:
-        raise RuntimeError(
-            f"eesd: {misfits[0].target} {misfits[0].reason}: vLLM's Model Runner V2 is not the one this vllm-eesd was "
-            "written for; `eesd doctor` shows every seam"
-        )
-    for seam in SEAMS:
-        seams.install(seam)
-
-
-def _import_as_the_worker_does() -> None:
-    from vllm.platforms import current_platform
-
-    if current_platform.is_cpu():
-        # It patches torch, which the runner's modules take names from: before any of them is imported.
-        importlib.import_module("vllm.v1.worker.cpu.shm")

@@ -1,0 +1,200 @@
+"""The places wrapped in every process, EESD asked for or not, once vLLM imports them: plain engines pass through."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from vllm_eesd.host.seams import Seam
+
+#: Why asking for EESD is an error in this process; "" where it is not.
+refusal = ""
+
+
+def is_eesd(spec: Any) -> bool:
+    """Return whether a `speculative_config` asks for EESD: the bare word or a mapping with `method` "eesd"."""
+    return spec == "eesd" or (isinstance(spec, Mapping) and spec.get("method") == "eesd")
+
+
+def _wrap_create_speculative_config(original: Callable[..., Any]) -> Callable[..., Any]:
+    def create_speculative_config(self, *args, **kwargs):
+        if not is_eesd(self.speculative_config):
+            return original(self, *args, **kwargs)
+        if refusal:
+            raise ValueError(refusal)
+        return build(self, *args, **kwargs)
+
+    def build(self, target_model_config, target_parallel_config):
+        from vllm_eesd.host.speculative import EESDSpeculativeConfig, check_kv_connector
+
+        check_kv_connector(self.kv_transfer_config, self.kv_offloading_size)
+        return EESDSpeculativeConfig.build(
+            self.speculative_config, target_model_config, target_parallel_config, bool(self.enable_lora)
+        )
+
+    return create_speculative_config
+
+
+def _or_bare_word(read: Callable[[str], Any]) -> Callable[[str], Any]:
+    """Return an argparse type that takes the bare word `eesd` and reads everything else as before."""
+
+    def read_or_word(text: str) -> Any:
+        try:
+            return text if text == "eesd" else read(text)
+        except RecursionError:  # argparse makes one line of a ValueError only
+            raise ValueError(f"{text!r:.80} is not valid, its JSON is nested too deeply") from None
+
+    return read_or_word
+
+
+def _wrap_add_cli_args(original: Callable[..., Any]) -> Callable[..., Any]:
+    def add_cli_args(parser):
+        parser = original(parser)
+        for action in parser._actions:
+            if action.dest == "speculative_config":
+                action.type = _or_bare_word(action.type)
+        return parser
+
+    return add_cli_args
+
+
+def _wrap_num_lookahead_tokens(original: Callable[..., Any]) -> Callable[..., Any]:
+    def num_lookahead_tokens(self):
+        if self.speculative_config is None:  # a plain engine loads none of EESD's code
+            return original(self)
+        from vllm_eesd.host.speculative import EESDSpeculativeConfig
+
+        if isinstance(self.speculative_config, EESDSpeculativeConfig):
+            return self.speculative_config.num_speculative_tokens
+        return original(self)
+
+    return num_lookahead_tokens
+
+
+def _wrap_validate_params(original: Callable[..., Any]) -> Callable[..., Any]:
+    def _validate_params(self, params, *args, **kwargs):
+        validated = original(self, params, *args, **kwargs)
+        if self.speculative_config is not None and (extra_args := getattr(params, "extra_args", None)):
+            from vllm_eesd.host.speculative import EESDSpeculativeConfig, RequestRefused
+            from vllm_eesd.request_options import RequestOptions
+
+            if isinstance(self.speculative_config, EESDSpeculativeConfig):
+                try:
+                    RequestOptions.parse(extra_args)
+                except ValueError as error:
+                    raise RequestRefused(str(error)) from None
+        return validated
+
+    return _validate_params
+
+
+def _wrap_worker_init(original: Callable[..., Any]) -> Callable[..., Any]:
+    def __init__(self, *args, **kwargs):
+        original(self, *args, **kwargs)
+        config = self.vllm_config.speculative_config
+        if config is None:
+            return
+        from vllm_eesd.host.speculative import EESDSpeculativeConfig
+        from vllm_eesd.host.worker_seams import prepare_runner
+
+        if isinstance(config, EESDSpeculativeConfig):
+            prepare_runner(config.runner, "V2" if self.use_v2_model_runner else "V1")
+
+    return __init__
+
+
+def _wrap_executor_sample_tokens(original: Callable[..., Any]) -> Callable[..., Any]:
+    def sample_tokens(self, *args, **kwargs):
+        output = original(self, *args, **kwargs)
+        self.eesd_drafts = getattr(output, "eesd_drafts", None)
+        return output
+
+    return sample_tokens
+
+
+def _wrap_executor_take_draft_token_ids(original: Callable[..., Any]) -> Callable[..., Any]:
+    def take_draft_token_ids(self):
+        drafts, self.eesd_drafts = getattr(self, "eesd_drafts", None), None
+        return original(self) if drafts is None else drafts or None
+
+    return take_draft_token_ids
+
+
+def _wrap_rebind_kernels(original: Callable[..., Any]) -> Callable[..., Any]:
+    def _rebind_kernels(overrides):
+        llvmlite = sys.modules.get("llvmlite.binding.ffi")
+        if llvmlite is not None:
+            # Its library object makes a function of whatever attribute it is asked for; this one it shall have.
+            llvmlite.lib._fntab.setdefault("__dict__", {})
+        return original(overrides)
+
+    return _rebind_kernels
+
+
+SEAMS = (
+    Seam(
+        target="vllm.engine.arg_utils:EngineArgs.create_speculative_config",
+        digests=("8b18a8b8e3f00ab6",),
+        wrap=_wrap_create_speculative_config,
+        why="vLLM's SpeculativeConfig knows a closed list of methods",
+        retired_by="a registry of speculative methods that plugins can add to",
+        upstream="vllm#39487",
+    ),
+    Seam(
+        target="vllm.engine.arg_utils:EngineArgs.add_cli_args",
+        digests=("e859de623879c599",),
+        wrap=_wrap_add_cli_args,
+        why="`--speculative-config eesd`: the option takes JSON only",
+        retired_by="the option accepting a bare method name",
+    ),
+    Seam(
+        target="vllm.config.vllm:VllmConfig.num_lookahead_tokens",
+        digests=("38130aa4a06dbd56",),
+        wrap=_wrap_num_lookahead_tokens,
+        why="drafting writes the target's KV past the scheduled tokens; the scheduler must reserve those slots",
+        retired_by="the property asking the speculative config instead of listing methods",
+    ),
+    Seam(
+        target="vllm.v1.engine.input_processor:InputProcessor._validate_params",
+        digests=("1533e2351fe8e310",),
+        wrap=_wrap_validate_params,
+        why="a request's own `eesd_*` options are refused before they reach the engine",
+        retired_by="the speculative config taking part in SamplingParams.verify",
+    ),
+    Seam(
+        target="vllm.v1.worker.gpu_worker:Worker.__init__",
+        digests=("c6d617e16f8e2c65",),
+        wrap=_wrap_worker_init,
+        why="the model runner's own seams go in where a worker is about to build it for EESD, not in every process",
+        retired_by="a registry of speculators that plugins can add to",
+    ),
+    Seam(
+        target="vllm.v1.executor.multiproc_executor:MultiprocExecutor.sample_tokens",
+        digests=("f2014902518764ba",),
+        wrap=_wrap_executor_sample_tokens,
+        why="the same: keeps the drafts that came with the output",
+        retired_by="the same",
+        platform="cpu",
+    ),
+    Seam(
+        target="vllm.v1.executor.multiproc_executor:MultiprocExecutor.take_draft_token_ids",
+        digests=("e7087c6bef25baaa",),
+        wrap=_wrap_executor_take_draft_token_ids,
+        why="the same: hands out the drafts that came with the output, and asks the worker if none did",
+        retired_by="the same",
+        platform="cpu",
+    ),
+    Seam(
+        target="vllm.triton_utils.dispatcher:_rebind_kernels",
+        digests=("69650cc6627a1bf3",),
+        wrap=_wrap_rebind_kernels,
+        why="0.32's scan of all modules as a CPU worker starts fails where numba was used, as by the policies of an "
+        "earlier engine of the process",
+        retired_by="the scan reading instance dicts with object.__getattribute__",
+        platform="cpu",
+    ),
+)
+
+#: Also installed where the seams do not fit, to say why EESD is refused.
+SIGNPOST = SEAMS[0]

@@ -1,0 +1,147 @@
+"""The places where Model Runner V1 is wrapped. Installed in a worker that is about to build it for EESD."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from vllm_eesd.host.seams import Seam
+
+#: What a worker sends instead of drafts where no request has any.
+NO_DRAFTS = ()
+
+
+def _wrap_propose_draft_token_ids(original: Callable[..., Any]) -> Callable[..., Any]:
+    def propose_draft_token_ids(
+        self,
+        scheduler_output,
+        sampled_token_ids,
+        sampling_metadata,
+        hidden_states,
+        sample_hidden_states,
+        *args,
+        **kwargs,
+    ):
+        from vllm_eesd.host.v1 import EarlyExitProposer
+
+        if isinstance(self.drafter, EarlyExitProposer):
+            return self.drafter.propose_round(self, scheduler_output, sampled_token_ids, sample_hidden_states)
+        given = scheduler_output, sampled_token_ids, sampling_metadata, hidden_states, sample_hidden_states
+        return original(self, *given, *args, **kwargs)
+
+    return propose_draft_token_ids
+
+
+def _wrap_sample(original: Callable[..., Any]) -> Callable[..., Any]:
+    def _sample(self, logits, spec_decode_metadata):
+        from vllm_eesd.host.v1 import EarlyExitProposer
+
+        if spec_decode_metadata is None or not isinstance(self.drafter, EarlyExitProposer):
+            return original(self, logits, spec_decode_metadata)
+        return self.drafter.sample(self, original, logits, spec_decode_metadata)
+
+    return _sample
+
+
+def _wrap_calc_spec_decode_metadata(original: Callable[..., Any]) -> Callable[..., Any]:
+    def _calc_spec_decode_metadata(self, num_draft_tokens, cu_num_scheduled_tokens):
+        from vllm_eesd.host.v1 import EarlyExitProposer
+
+        # Every pipeline rank prepares inputs, the last one alone has a drafter.
+        drafter = getattr(self, "drafter", None)
+        if num_draft_tokens.any() or not isinstance(drafter, EarlyExitProposer):
+            return original(self, num_draft_tokens, cu_num_scheduled_tokens)
+        from vllm_eesd.host.verification import nothing_to_verify
+
+        return nothing_to_verify(cu_num_scheduled_tokens)
+
+    return _calc_spec_decode_metadata
+
+
+def _wrap_expand_batch_to_tokens(original: Callable[..., Any]) -> Callable[..., Any]:
+    def expand_batch_to_tokens(x, cu_num_tokens, num_tokens, replace_from=0, replace_to=0):
+        if not x.is_cpu:
+            return original(x, cu_num_tokens, num_tokens, replace_from, replace_to)
+        per_request = cu_num_tokens.diff(prepend=cu_num_tokens.new_zeros(1))
+        return x.masked_fill(x == replace_from, replace_to).repeat_interleave(per_request, output_size=num_tokens)
+
+    return expand_batch_to_tokens
+
+
+def _wrap_rejection_sample(original: Callable[..., Any]) -> Callable[..., Any]:
+    def rejection_sample(draft_token_ids, *args, **kwargs):
+        if not draft_token_ids.is_cpu:
+            return original(draft_token_ids, *args, **kwargs)
+        from vllm_eesd.host.placeholders import reject_placeholders
+
+        return reject_placeholders(original, draft_token_ids, *args, **kwargs)
+
+    return rejection_sample
+
+
+def _wrap_worker_sample_tokens(original: Callable[..., Any]) -> Callable[..., Any]:
+    def sample_tokens(self, *args, **kwargs):
+        from vllm_eesd.host.v1 import EarlyExitProposer
+
+        output = original(self, *args, **kwargs)
+        if isinstance(getattr(self.model_runner, "drafter", None), EarlyExitProposer) and output is not None:
+            drafts = self.model_runner.take_draft_token_ids()
+            # Nobody's drafts need not travel: the scheduler empties a request's when it schedules them.
+            output.eesd_drafts = drafts if drafts is None or any(drafts.draft_token_ids) else NO_DRAFTS
+        return output
+
+    return sample_tokens
+
+
+SEAMS = (
+    Seam(
+        target="vllm.v1.worker.gpu_model_runner:GPUModelRunner.propose_draft_token_ids",
+        digests=("023963a7816b535d",),
+        wrap=_wrap_propose_draft_token_ids,
+        why="a custom_class proposer is given token ids only; drafting needs the block table and the requests",
+        retired_by="the runner passing itself to custom proposers",
+        upstream="vllm#36219, vllm#39487",
+        platform="cpu",
+    ),
+    Seam(
+        target="vllm.v1.worker.gpu_model_runner:GPUModelRunner._sample",
+        digests=("0e5d07b1a03ebda7",),
+        wrap=_wrap_sample,
+        why="the rejection sampler costs several plain samplers on a CPU; without drafts (it fails with top-k) or with "
+        "a temperature alone EESD samples",
+        retired_by="the rejection sampler costing little more than the sampler, and left out when a step has no drafts",
+        platform="cpu",
+    ),
+    Seam(
+        target="vllm.v1.worker.gpu_model_runner:GPUModelRunner._calc_spec_decode_metadata",
+        digests=("57820ad4a011ede9",),
+        wrap=_wrap_calc_spec_decode_metadata,
+        why="a step without drafts shall cost what a plain one costs: there is nothing to work out for it",
+        retired_by="the runner leaving the metadata out when a step has no drafts",
+        platform="cpu",
+    ),
+    Seam(
+        target="vllm.v1.sample.rejection_sampler:expand_batch_to_tokens",
+        digests=("8fcf791699dae7a4",),
+        wrap=_wrap_expand_batch_to_tokens,
+        why="on a CPU 0.32 writes temperature, top-k and top-p of drafted rows into a copy: sampling uses stray memory",
+        retired_by="_expand_kernel_impl in vllm/utils/cpu_triton_utils.py copying its result back",
+        platform="cpu",
+    ),
+    Seam(
+        target="vllm.v1.sample.rejection_sampler:rejection_sample",
+        digests=("54d0b63f8ee6c0a5",),
+        wrap=_wrap_rejection_sample,
+        why="on a CPU 0.32 accepts placeholder drafts (-1) by stray memory: a request joining with one token is biased",
+        retired_by="rejection_random_sample_kernel_impl in vLLM's CPU kernels rejecting negative draft tokens",
+        platform="cpu",
+    ),
+    Seam(
+        target="vllm.v1.worker.gpu_worker:Worker.sample_tokens",
+        digests=("123955ae688517c8",),
+        wrap=_wrap_worker_sample_tokens,
+        why="drafts travel with the step's output; fetching them is a message more, 5% of a small model's step",
+        retired_by="ModelRunnerOutput carrying draft tokens",
+        platform="cpu",
+    ),
+)
