@@ -40,8 +40,9 @@ def write_wheel(path, version, files):
     with zipfile.ZipFile(path / f"vllm-{version}-py3-none-any.whl", "w") as wheel:
         for name, content in files.items():
             wheel.writestr(name, content)
-        wheel.writestr(f"vllm-{version}.dist-info/METADATA", f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")
-        wheel.writestr(f"vllm-{version}.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        about = f"vllm-{version}.dist-info"
+        wheel.writestr(f"{about}/METADATA", f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")
+        wheel.writestr(f"{about}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
 
 
 def test_the_other_release_is_imported_with_this_ones_libraries(make_next, tmp_path):

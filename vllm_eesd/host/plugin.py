@@ -14,7 +14,7 @@ from vllm_eesd.host.environment import read_platform, read_runner
 from vllm_eesd.host.seams import Seam, SeamStatus
 
 #: Releases the adapters were written and tested against.
-SUPPORTED_VLLM = ("0.32",)
+SUPPORTED_VLLM = ("0.32", "0.33")
 #: Where seams are installed, in the words of `eesd doctor` and docs/seams.md.
 PLACES: dict[str, Sequence[Seam]] = {
     "every process": engine_seams.SEAMS,
