@@ -18,8 +18,8 @@ HEAD = "<!-- Written by benchmarks/reliability_page.py from benchmarks/results; 
 
 FAULTS_SURVIVED = (
     "Planted faults (`tests/engine_v1/test_faults.py`). Survived means: every token is plain vLLM's, drafting goes on",
-    "or is off with a line in the log; one of several ranks ends its process instead, as a worker that died does. That a",
-    "killed worker ends the server cleanly is part of the long load.",
+    "or is off with a line in the log; one of several ranks ends its process instead, as a worker that died does. That",
+    "a killed worker ends the server cleanly is part of the long load.",
 )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -11,6 +11,9 @@ MAX_SPECULATIVE_TOKENS = 32
 #: The longest draft by default: an exit head is rarely right so far ahead, and every token costs a draft step; a copy
 #: of the text costs its verification only.
 LONGEST_DRAFT, LONGEST_COPY = 8, 16
+
+PolicyName = Literal["adaedl", "beta_ts", "calibrated_ts", "confidence", "draft_verify", "fixed", "goodput"]
+POLICY_NAMES: tuple[str, ...] = get_args(PolicyName)
 
 
 class EESDConfig(BaseModel):
@@ -22,7 +25,7 @@ class EESDConfig(BaseModel):
         num_speculative_tokens: the longest draft, in tokens; the policy may stop earlier. None takes LONGEST_COPY
             where the policy may copy n-gram continuations, else LONGEST_DRAFT.
         policy: how the draft length is chosen, see `vllm_eesd.policy`.
-        policy_args: settings of that policy, and of all: `prior_key` ("none" or "lora"), `state_file`, `trace_file`.
+        policy_args: settings of that policy, see `vllm_eesd.policy_args`.
         draft_sample_method: "greedy" drafts the most probable token, verified as one-hot; "probabilistic" draws it at
             the request's temperature, verified against the draft distribution (greedy requests draft as before).
         seed: seed of the policy's own random generator (independent of sampling).
@@ -34,7 +37,7 @@ class EESDConfig(BaseModel):
     model: str | None = None
     exit_layer: int | None = Field(None, ge=1)
     num_speculative_tokens: int | None = Field(None, ge=1, le=MAX_SPECULATIVE_TOKENS)
-    policy: Literal["adaedl", "beta_ts", "calibrated_ts", "confidence", "draft_verify", "fixed", "goodput"] = "goodput"
+    policy: PolicyName = "goodput"
     policy_args: dict[str, Any] = Field(default_factory=dict)
     draft_sample_method: Literal["greedy", "probabilistic"] = "greedy"
     seed: int = Field(0, ge=0)

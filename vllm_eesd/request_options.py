@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_eesd.config import MAX_SPECULATIVE_TOKENS
-from vllm_eesd.policy import POLICIES
+from vllm_eesd.config import MAX_SPECULATIVE_TOKENS, POLICY_NAMES
 
 PREFIX = "eesd_"
 
@@ -58,8 +57,8 @@ def _read_length(key: str, value: Any) -> int:
 
 
 def _read_policy(key: str, value: Any) -> str:
-    if not isinstance(value, str) or value not in POLICIES:
-        raise ValueError(f"{key}={value!r:.80} is not valid, must be one of {', '.join(POLICIES)}")
+    if not isinstance(value, str) or value not in POLICY_NAMES:
+        raise ValueError(f"{key}={value!r:.80} is not valid, must be one of {', '.join(POLICY_NAMES)}")
     return value
 
 

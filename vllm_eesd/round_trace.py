@@ -63,27 +63,6 @@ class Judged(NamedTuple):
     emitted: list[int]
 
 
-def check_trace_file(path: Any) -> None:
-    """Refuse a `policy_args.trace_file` that cannot be written; None is none. The file is created if it is not there.
-
-    Raises:
-        ValueError: one line: the value, the reason, what is allowed.
-    """
-    if path is None:
-        return
-    if isinstance(path, str) and path:
-        try:
-            _open(path).close()
-            return
-        except (OSError, ValueError) as error:
-            reason = getattr(error, "strerror", None) or str(error)
-    else:
-        reason = "not a path"
-    raise ValueError(
-        f"eesd: policy_args.trace_file={path!r:.200} is not valid ({reason}): must name a file that can be written"
-    )
-
-
 def _open(path: str) -> FileIO:
     """Open to append; a new file is its owner's alone, for it holds what users generated."""
     # Unbuffered: what a full disk refused must not be tried again when the file is closed.

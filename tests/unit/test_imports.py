@@ -10,19 +10,20 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE = "vllm_eesd"
 
 CORE = {"config", "policy", "stats", "trace", "round_trace", "drafting", "exit_head", "verify", "kernels"}
-CORE |= {"request_options", "continuations"}
+CORE |= {"request_options", "continuations", "policy_args"}
 # Part -> parts of this package that it may import, besides itself and the bare package (its version).
 ALLOWED_PARTS = {
     "__init__": {"config"},
     "config": set(),
     "kernels": set(),
-    "policy": {"config"},
+    "policy_args": {"config"},
+    "policy": {"config", "policy_args"},
     "stats": {"config"},
     "trace": {"config", "policy"},
     "round_trace": {"config", "policy"},
     "continuations": set(),
     "drafting": CORE,
-    "request_options": {"config", "policy"},
+    "request_options": {"config"},
     "exit_head": CORE,
     "verify": CORE,
     "host": CORE,

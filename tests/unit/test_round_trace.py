@@ -10,7 +10,8 @@ import pytest
 
 from vllm_eesd import round_trace
 from vllm_eesd.policy import BetaPosterior, CostModel, Dispatch, build_policy
-from vllm_eesd.round_trace import Judged, Outcome, RoundTrace, check_trace_file, read_rounds
+from vllm_eesd.policy_args import check_trace_file
+from vllm_eesd.round_trace import Judged, Outcome, RoundTrace, read_rounds
 
 SLOTS = np.array([2, 0])
 
@@ -138,8 +139,11 @@ def test_a_path_that_cannot_be_written_is_one_line(value):
 
 
 def test_a_new_file_is_its_owners_alone(tmp_path):
-    check_trace_file(str(tmp_path / "rounds.jsonl"))
     check_trace_file(None)
+    check_trace_file(str(tmp_path / "rounds.jsonl"))
+    assert not list(tmp_path.iterdir())  # looking leaves nothing behind
+    RoundTrace(str(tmp_path / "rounds.jsonl"), {}).close()
+    check_trace_file(str(tmp_path / "rounds.jsonl"))
     assert stat.S_IMODE((tmp_path / "rounds.jsonl").stat().st_mode) == 0o600
 
 

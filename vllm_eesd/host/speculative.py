@@ -12,8 +12,7 @@ from vllm_eesd.exit_head.checkpoint import ExitHeadConfig, Verifier, read_tensor
 from vllm_eesd.host.compat import ModelConfig, ParallelConfig, SpeculativeConfig, VLLMValidationError
 from vllm_eesd.host.environment import Environment, read_environment
 from vllm_eesd.host.metrics import make_metrics_directory
-from vllm_eesd.policy import BetaPosterior, build_policy
-from vllm_eesd.round_trace import check_trace_file
+from vllm_eesd.policy_args import read_policy_args
 
 #: Targets whose layers the drafter may call in place: SupportsEagle3 in vLLM, and tested end to end. gpt-oss is not
 #: among them: every other layer of it attends through a sliding window.
@@ -75,14 +74,13 @@ class EESDSpeculativeConfig(SpeculativeConfig):
         eesd = EESDConfig.parse(spec)
         check_target_model(target, parallel)
         exit_head, head_directory = resolve_exit_head(eesd, target)
-        policy = build_policy(eesd.policy, BetaPosterior(1), eesd.seed, eesd.policy_args)
-        check_trace_file(eesd.policy_args.get("trace_file"))
+        policy_args = read_policy_args(eesd.policy, eesd.policy_args)
         environment = read_environment()
         check_runner(environment, target, parallel, enable_lora)
         longest = eesd.num_speculative_tokens
         if longest is None:
             # On V2 nothing is copied: the tokens stay on the device.
-            longest = LONGEST_COPY if policy.copies_text and environment.runner == "V1" else LONGEST_DRAFT
+            longest = LONGEST_COPY if policy_args.copies_text and environment.runner == "V1" else LONGEST_DRAFT
         config = cls(
             method="custom_class",
             model=PROPOSER,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import numpy as np
 
 from vllm_eesd.policy.calibration import Calibration
@@ -16,13 +14,10 @@ class Confidence(DraftLengthPolicy):
     """Draft while the last drafted token's confidence is at least `threshold`; the first token always.
 
     Args:
-        threshold: in [0, 1].
-    Raises:
-        ValueError: threshold is not in [0, 1].
+        threshold: see `vllm_eesd.policy_args.ConfidenceArgs`.
     Source: Hugging Face transformers' assisted generation (assistant_confidence_threshold, whose default this is).
     """
 
-    ARGS: ClassVar[tuple[str, ...]] = ("threshold",)
     needs_confidence = True
 
     def __init__(
@@ -31,11 +26,10 @@ class Confidence(DraftLengthPolicy):
         seed: int,
         costs: CostModel | None = None,
         calibration: Calibration | None = None,
-        threshold: float = 0.4,
+        *,
+        threshold: float,
     ) -> None:
         super().__init__(posterior, seed, costs, calibration)
-        if isinstance(threshold, bool) or not isinstance(threshold, (int, float)) or not 0 <= threshold <= 1:
-            raise ValueError(f"eesd: policy_args.threshold={threshold!r:.80} is not valid: must be 0 to 1")
         self.threshold = threshold
 
     def draft_more(self, slots: np.ndarray, num_drafted: int, confidence: np.ndarray | None) -> np.ndarray:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
 
 import numpy as np
 
@@ -55,14 +54,10 @@ class Goodput(DraftLengthPolicy):
     the continuation where that is worth more than drafting is expected to be.
 
     Args:
-        probe_budget: share of the time that drafting may lose against plain decoding in the long run.
-        ngram: whether to copy n-gram continuations.
-    Raises:
-        ValueError: probe_budget is not in (0, 0.5], ngram not a bool.
+        probe_budget, ngram: see `vllm_eesd.policy_args.GoodputArgs`.
     Source: for Thompson sampling arXiv 2406.03853, section 3.3; the objective and its batch form are this project's.
     """
 
-    ARGS: ClassVar[tuple[str, ...]] = ("probe_budget", "ngram")
     needs_confidence = True
 
     def __init__(
@@ -71,14 +66,11 @@ class Goodput(DraftLengthPolicy):
         seed: int,
         costs: CostModel | None = None,
         calibration: Calibration | None = None,
-        probe_budget: float = 0.01,
-        ngram: bool = True,
+        *,
+        probe_budget: float,
+        ngram: bool,
     ) -> None:
         super().__init__(posterior, seed, costs, calibration)
-        if not isinstance(probe_budget, (int, float)) or not 0 < probe_budget <= 0.5:
-            raise ValueError(f"eesd: policy_args.probe_budget={probe_budget!r:.80} is not valid: above 0, at most 0.5")
-        if not isinstance(ngram, bool):
-            raise ValueError(f"eesd: policy_args.ngram={ngram!r:.80} is not valid: true or false")
         self.copies_text = ngram
         posterior.fade(DISCOUNT, IDLE_DISCOUNT)
         posterior.learn_priors(PRIOR_MEMORY, PRIOR_WEIGHT)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -34,7 +34,6 @@ class DraftLengthPolicy:
         costs: what steps cost; a default model when None.
         calibration: what confidences mean; an empty table when None.
     Attributes:
-        ARGS: names allowed in `policy_args`.
         needs_confidence: whether `draft_more` wants the confidence of the last drafted token.
         copies_text: whether `copy` may return anything but zeros.
         confidences: [max_num_reqs, MAX_SPECULATIVE_TOKENS] float32, of each slot's current draft; NaN if unknown.
@@ -43,7 +42,6 @@ class DraftLengthPolicy:
         state_file: where learned state is kept over restarts; None: nowhere.
     """
 
-    ARGS: ClassVar[tuple[str, ...]] = ()
     needs_confidence: bool = False
     copies_text: bool = False
     keyed_by_lora: bool = False
