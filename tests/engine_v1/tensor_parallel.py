@@ -35,8 +35,10 @@ def main(model, head):
     )
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, detokenize=False)
     inputs = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
+    llm.collective_rpc("eesd_take_rounds")  # from here on they are recorded
     outputs = [list(map(int, o.outputs[0].token_ids)) for o in llm.generate(inputs, params, use_tqdm=False)]
     print("SERVED " + json.dumps([outputs, llm.collective_rpc("eesd_stats")]), flush=True)
+    print("ROUNDS " + json.dumps(llm.collective_rpc("eesd_take_rounds")), flush=True)
     llm.collective_rpc("break_rank", args=(1,))
     try:
         llm.generate(inputs, params, use_tqdm=False)

@@ -9,9 +9,12 @@ from pathlib import Path
 
 import pytest
 import tensor_parallel
+import torch
+from test_training_parity import count_mismatches, write_new_head
 
 HERE = Path(__file__).parent
 LIMIT_S, GRACE_S = 400, 20
+WORDS = ("SERVED ", "ROUNDS ", "BROKEN ")
 
 
 def processes_of(session):
@@ -35,18 +38,11 @@ def plain(engine, greedy, random_target):
         return greedy(llm, tensor_parallel.PROMPTS, max_tokens=40)
 
 
-@pytest.fixture(scope="module")
-def ran(plain, random_target, cloned_head):
-    """(what the program printed, by first word; processes it left behind; everything it said)
-
-    The head drafts from a third of the vocabulary and from whatever the target says: so it drafts all of that only if
-    each rank found its rows of the LM head.
-    """
-    drafted_from = sorted({token for output in plain for token in output} | set(range(0, 512, 3)))
+def run_two_ranks(target, head):
+    """Run the program; returns (what it printed, by first word; processes it left behind; everything it said)."""
     env = {k: v for k, v in os.environ.items() if not k.startswith(("VLLM_ENABLE_V1", "VLLM_LOGGING", "VLLM_CPU_OMP"))}
     env |= {"PYTHONPATH": str(HERE), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    head = cloned_head(random_target, 7, 7, drafted_from)
-    command = [sys.executable, str(HERE / "tensor_parallel.py"), random_target, head]
+    command = [sys.executable, str(HERE / "tensor_parallel.py"), target, head]
     process = subprocess.Popen(
         command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     )
@@ -59,8 +55,19 @@ def ran(plain, random_target, cloned_head):
         left = processes_of(process.pid)
         for pid in left:
             os.kill(pid, 9)
-    words = dict(line.split(" ", 1) for line in said.splitlines() if line.startswith(("SERVED ", "BROKEN ")))
+    words = dict(line.split(" ", 1) for line in said.splitlines() if line.startswith(WORDS))
     return words, left, said
+
+
+@pytest.fixture(scope="module")
+def ran(plain, random_target, cloned_head):
+    """`run_two_ranks`.
+
+    The head drafts from a third of the vocabulary and from whatever the target says: so it drafts all of that only if
+    each rank found its rows of the LM head.
+    """
+    drafted_from = sorted({token for output in plain for token in output} | set(range(0, 512, 3)))
+    return run_two_ranks(random_target, cloned_head(random_target, 7, 7, drafted_from))
 
 
 @pytest.mark.feature("tensor_parallel_size=2", "the same answers")
@@ -79,3 +86,31 @@ def test_a_fault_on_one_rank_ends_the_engine_cleanly(ran):
     assert words.get("BROKEN") == "EngineDeadError", said[-4000:]
     assert left == []
     assert said.count("drafting failed on one of several ranks") == 1
+
+
+def test_more_ranks_than_kv_heads(tmp_path):
+    """Each of two ranks holds the only KV head, also of the projection that a deep-context head has of its own."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=512,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=8,
+        num_attention_heads=4,
+        num_key_value_heads=1,
+        head_dim=32,
+        tie_word_embeddings=False,
+        max_position_embeddings=1024,
+        initializer_range=0.12,
+    )
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "target")
+    directory, target, head = write_new_head(str(tmp_path / "target"), tmp_path / "head", "deep_context")
+    words, _, said = run_two_ranks(str(tmp_path / "target"), directory)
+    assert "ROUNDS" in words, said[-4000:]
+    outputs, _ = json.loads(words["SERVED"])
+    for rounds in json.loads(words["ROUNDS"]):
+        compared, mismatches = count_mismatches(target, head, tensor_parallel.PROMPTS, map(tuple, outputs), rounds)
+        assert compared > 300
+        assert mismatches == 0

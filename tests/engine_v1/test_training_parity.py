@@ -19,26 +19,31 @@ def prompts():
     return [generator.integers(0, 512, n).tolist() for n in (5, 17, 33, 64, 100, 3)]
 
 
-@pytest.fixture(scope="module")
-def make_head(random_target, tmp_path_factory):
-    """Return make(head_type, token_ids): (head directory, the same target and head as training modules)."""
+def write_new_head(target_directory, directory, head_type, token_ids=None):
+    """Write a head with weights of its own; returns (its directory, the same target and head as training modules)."""
     from vllm_eesd.distill.model import head_config, load_target, new_head
     from vllm_eesd.distill.vocabulary import restrict
     from vllm_eesd.exit_head.checkpoint import Prior, write_head
 
+    target = load_target(target_directory, 6, "cpu")
+    head = new_head(target, "last", head_type).eval()
+    torch.manual_seed(3)
+    for parameter in head.deep.parameters() if head_type == "deep_context" else ():
+        torch.nn.init.normal_(parameter, std=0.12)
+    if token_ids is not None:
+        restrict(head, token_ids)
+    draft_vocab_size = None if token_ids is None else len(token_ids)
+    config = head_config(target, target_directory, head_type, Prior(), draft_vocab_size)
+    write_head(directory, config, head.state_dict())
+    return str(directory), target, head
+
+
+@pytest.fixture(scope="module")
+def make_head(random_target, tmp_path_factory):
+    """Return make(head_type, token_ids): `write_new_head` for the random target."""
+
     def make(head_type, token_ids=None):
-        target = load_target(random_target, 6, "cpu")
-        head = new_head(target, "last", head_type).eval()
-        torch.manual_seed(3)
-        for parameter in head.deep.parameters() if head_type == "deep_context" else ():
-            torch.nn.init.normal_(parameter, std=0.12)
-        if token_ids is not None:
-            restrict(head, token_ids)
-        directory = tmp_path_factory.mktemp("heads") / head_type
-        draft_vocab_size = None if token_ids is None else len(token_ids)
-        config = head_config(target, random_target, head_type, Prior(), draft_vocab_size)
-        write_head(directory, config, head.state_dict())
-        return str(directory), target, head
+        return write_new_head(random_target, tmp_path_factory.mktemp("heads") / head_type, head_type, token_ids)
 
     return make
 

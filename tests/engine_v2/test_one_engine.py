@@ -130,6 +130,26 @@ def test_verified_tokens_are_those_of_vllms_sampler(llm, prompts, runner_of, mon
     assert len(calls) == num_calls
 
 
+def test_steps_for_which_vllm_wants_no_drafts(llm, greedy, prompts, expected, monkeypatch):
+    """As vLLM 0.33 calls after steps of which no request can use a draft: -1 then takes the place of every draft."""
+    from vllm_eesd.host.v2 import EarlyExitSpeculator
+
+    propose, asked = EarlyExitSpeculator.propose, itertools.cycle([K, 0, 2])
+
+    def propose_fewer(self, *args, dummy_run=False, num_speculative_tokens=None, **kwargs):
+        longest = next(asked)
+        drafts = propose(self, *args, dummy_run=dummy_run, num_speculative_tokens=longest, **kwargs)
+        drafts[:, longest:] = -1
+        return drafts
+
+    monkeypatch.setattr(EarlyExitSpeculator, "propose", propose_fewer)
+    assert greedy(llm, prompts[:3], max_tokens=MAX_TOKENS) == expected
+    (stats,) = llm.collective_rpc("eesd_stats")
+    assert stats["accepted"] == stats["drafted"] > 0 and not stats["drafter_faults"]
+    lengths = stats["draft_length_histogram"]
+    assert lengths[0] and lengths[2] and lengths[K]
+
+
 @contextlib.contextmanager
 def raising(place, calls, after):
     """Make these calls of a function raise, before it does anything or after it did all."""

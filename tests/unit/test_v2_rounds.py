@@ -127,6 +127,20 @@ def test_nobody_drafts_past_its_budget_or_inside_its_prompt(monkeypatch):
     assert not rounds.wants_step(1)
 
 
+def test_vllm_may_ask_for_shorter_drafts_and_for_none(monkeypatch):
+    """With none the round before is learned from all the same."""
+    rounds = make_rounds(monkeypatch, policy="fixed")
+    rounds.admit([0, 1], [new_request(), new_request(eesd_max_draft_tokens=1)])
+    num_sampled = torch.tensor([1, 1], dtype=torch.int32)
+    rounds.begin(batch([0, 1]), num_sampled, True, None, 2)
+    assert rounds.lengths.tolist() == [2, 1]
+    for _ in range(LAG + 1):
+        rounds.begin(batch([0, 1], scheduled=[K, K]), num_sampled, True, None, 0)
+        assert rounds.lengths.tolist() == rounds.num_drafted[:2].tolist() == [0, 0]
+        assert not rounds.wants_step(1)
+    assert rounds.stats.draft_length_histogram == [2, 1, 1, 0, 0]  # a plain round, and the drafts of two and one
+
+
 @pytest.mark.parametrize(("asynchronous", "failures"), [(True, 0), (False, 1)])
 def test_drafts_a_grammar_cut_are_unobserved(monkeypatch, asynchronous, failures):
     rounds = make_rounds(monkeypatch, policy="fixed")

@@ -13,7 +13,7 @@ from vllm.forward_context import (
 from vllm.logger import init_logger
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import (
-    MergedColumnParallelLinear,
+    QKVParallelLinear,
     ReplicatedLinear,
     UnquantizedLinearMethod,
 )
@@ -36,12 +36,12 @@ __all__ = [
     "CommonAttentionMetadata",
     "LogitBiasLogitsProcessor",
     "LogitsProcessor",
-    "MergedColumnParallelLinear",
     "MinPLogitsProcessor",
     "MinTokensLogitsProcessor",
     "ModelConfig",
     "ParallelConfig",
     "ParallelLMHead",
+    "QKVParallelLinear",
     "RMSNorm",
     "ReplicatedLinear",
     "SamplerOutput",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import nn
 
@@ -49,6 +51,12 @@ class DraftLayers(nn.Module):
         # Granite's model scales what it embeds; the other targets' configs have no such field.
         self._embedding_scale = getattr(vllm_config.model_config.hf_text_config, "embedding_multiplier", 1.0)
         self._head = (head,)
+
+    def modules(self) -> Iterator[nn.Module]:
+        """Yield the head's modules as well: vLLM looks here for the layers whose KV cache it takes away in the end."""
+        yield from super().modules()
+        if self._head[0] is not None:
+            yield from self._head[0].modules()
 
     @property
     def reads_target_output(self) -> bool:

@@ -13,7 +13,7 @@ from vllm_eesd.exit_head.checkpoint import ExitHeadConfig, read_tensors
 from vllm_eesd.exit_head.draft_vocabulary import D2T_NAME, token_ids_of
 from vllm_eesd.host.compat import (
     AutoWeightsLoader,
-    MergedColumnParallelLinear,
+    QKVParallelLinear,
     ReplicatedLinear,
     RMSNorm,
     VllmConfig,
@@ -180,10 +180,14 @@ class DeepContextHead(ExitHead):
     def __init__(self, vllm_config: VllmConfig, target: nn.Module, config: ExitHeadConfig) -> None:
         super().__init__(vllm_config, target, config)
         attention, hidden_size = self.layer.self_attn, vllm_config.model_config.hf_text_config.hidden_size
-        kv_size = attention.total_num_kv_heads * attention.head_dim
-        bias = attention.qkv_proj.bias is not None
-        self.kv_proj = MergedColumnParallelLinear(
-            hidden_size, [kv_size, kv_size], bias=bias, prefix="eesd_exit.kv_proj"
+        # The layer's own projection without queries: where there are more ranks than KV heads, several hold one head.
+        self.kv_proj = QKVParallelLinear(
+            hidden_size,
+            attention.head_dim,
+            total_num_heads=0,
+            total_num_kv_heads=attention.total_num_kv_heads,
+            bias=attention.qkv_proj.bias is not None,
+            prefix="eesd_exit.kv_proj",
         )
         self.inject = ReplicatedLinear(hidden_size, hidden_size, bias=False, prefix="eesd_exit.inject")
 
@@ -195,7 +199,7 @@ class DeepContextHead(ExitHead):
                 self.inject.weight_loader(self.inject.weight, tensor)
             elif projection is not None:
                 destination = getattr(self.kv_proj, parameter)
-                self.kv_proj.weight_loader(destination, tensor, ("k_proj", "v_proj").index(projection))
+                self.kv_proj.weight_loader(destination, tensor, {"k_proj": "k", "v_proj": "v"}[projection])
 
     def hook_kv_fill(self, target: nn.Module, exit_layer: int) -> None:
         """Make every forward of the target fill the exit layer's KV just after its last layer ran."""

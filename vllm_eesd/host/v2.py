@@ -51,6 +51,7 @@ class EarlyExitSpeculator(DraftSteps):
         if get_tp_group().rank_in_group == 0:
             rank = vllm_config.parallel_config.data_parallel_rank
             publish(config.metrics_directory, rank, self.stats, self.breaker)
+        self._kernels_warm = False
         #: While set, a dummy run is the target's alone.
         self.rests_in_dummy_runs = False
         #: Before and after the draft step of the last dummy run.
@@ -114,13 +115,21 @@ class EarlyExitSpeculator(DraftSteps):
             compile_draft_step(self.kernel_step, self.vllm_config, self.device, token_dtype)
         return step
 
+    def warm_up(self, runner: Any) -> None:
+        """Have the kernels of verification compiled, once.
+
+        Called before the worker warms up: at the end of that vLLM begins to report, or refuse, what is compiled later.
+        """
+        if not self._kernels_warm and can_verify(runner.rejection_sampler):
+            warm_up(runner, self.draft_logits)
+        self._kernels_warm = True
+
     def profile_costs(self, runner: Any) -> None:
         """Time steps of a few sizes, so that the first requests are not the ones to learn from; then serving begins.
 
         Called once the worker is warmed up, which vLLM does with requests and drafts of its own making.
         """
-        if can_verify(runner.rejection_sampler):
-            warm_up(runner, self.draft_logits)
+        self.warm_up(runner)
         profile_v2_costs(runner, self, self.policy.costs)
         self.rounds.start_afresh()
         self.rounds.learns = True
@@ -163,18 +172,23 @@ class EarlyExitSpeculator(DraftSteps):
         next_prefill_tokens: torch.Tensor,
         temperature: torch.Tensor,
         seeds: torch.Tensor,
-        *_: Any,
+        dp_sync_state: Any = None,
         dummy_run: bool = False,
         skip_attn_for_dummy_run: bool = False,
+        mm_inputs: Any = None,
         is_profile: bool = False,
-        **__: Any,
+        num_speculative_tokens: int | None = None,
     ) -> torch.Tensor:
-        """Return the drafts, [num_reqs, num_speculative_tokens] int64; a row's own length is in `draft_lengths`.
+        """Return the drafts, [num_reqs, K] int64; a row's own length is in `draft_lengths`.
+
+        The parameters are BaseSpeculator.propose's, all of them: an argument that a new vLLM adds must fail here.
 
         Args:
             input_batch, last_hidden_states, num_sampled, num_rejected, last_sampled: see `TargetStep`.
             dummy_run: a step without requests; it runs one draft step and writes nothing.
-        Source: DraftModelSpeculator.propose, whose other arguments drafting does not need.
+            num_speculative_tokens: the longest draft that vLLM schedules after this step; it overwrites what is longer.
+                0 where no request can use a draft; None is K.
+        Source: vllm/v1/worker/gpu/spec_decode/speculator.py, BaseSpeculator.propose.
         """
         num_reqs = input_batch.num_reqs
         step = TargetStep(input_batch, last_hidden_states, num_sampled, num_rejected, last_sampled)
@@ -186,21 +200,23 @@ class EarlyExitSpeculator(DraftSteps):
         elif not self.breaker.is_open:
             try:
                 self._copy_request_inputs(num_reqs, input_batch.idx_mapping, temperature, seeds, dummy_run=False)
-                self._learn_and_draft(step)
+                self._learn_and_draft(step, num_speculative_tokens)
                 self.breaker.passed()
             except Exception as error:
                 self._survive(error)
         return self.draft_tokens[:num_reqs]
 
-    def _learn_and_draft(self, step: TargetStep) -> None:
-        """See `propose`."""
+    def _learn_and_draft(self, step: TargetStep, longest: int | None) -> None:
+        """See `propose`; a round in which nobody drafts prepares nothing for draft steps."""
         tokens = None
         if self.rounds.round_trace is not None:
             slots = step.input_batch.idx_mapping
             # The drafts just verified: this round's take their place once it is over.
             drafts = self._req_states.draft_tokens[slots]
             tokens = tokens_of_step(drafts, step.last_sampled[slots, 0], step.num_sampled)
-        times = self.rounds.begin(step.input_batch, step.num_sampled, self._asynchronous, tokens)
+        times = self.rounds.begin(step.input_batch, step.num_sampled, self._asynchronous, tokens, longest)
+        if not self.rounds.wants_step(1):
+            return
         self._prepare(step)
         graph = self._graph_for(step.num_reqs, step.seq_lens)
         times.moments.mark()

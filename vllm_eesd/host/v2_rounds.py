@@ -93,7 +93,12 @@ class Rounds:
         self._measured: list[tuple[str, tuple[int, ...], float]] = []
 
     def begin(
-        self, input_batch: Any, num_sampled: torch.Tensor, asynchronous: bool, tokens: torch.Tensor | None = None
+        self,
+        input_batch: Any,
+        num_sampled: torch.Tensor,
+        asynchronous: bool,
+        tokens: torch.Tensor | None = None,
+        longest: int | None = None,
     ) -> RoundTimes:
         """Learn from the step that is now old enough, and ask who drafts a first token.
 
@@ -102,6 +107,7 @@ class Rounds:
             num_sampled: [num_reqs] int32 on the device.
             asynchronous: whether vLLM schedules a step before the one before has ended.
             tokens: of `v2_trace.tokens_of_step`, where rounds are traced.
+            longest: the longest draft of this round, for all requests; None is K.
         Returns:
             The new round's clock, at its beginning.
         """
@@ -131,6 +137,8 @@ class Rounds:
         num_new = input_batch.num_scheduled_tokens - (0 if scheduled is None else scheduled)
         reaches_end = input_batch.num_computed_prefill_tokens_np + num_new >= input_batch.prefill_len_np
         limits[~reaches_end] = 0
+        if longest is not None:
+            limits = np.minimum(limits, longest)
         if self._samples_drafts:
             # A grammar cuts a draft because of what it is; vLLM then samples anew, which is right for one-hot drafts.
             limits[self._has_grammar[slots]] = 0

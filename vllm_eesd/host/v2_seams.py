@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -19,11 +20,19 @@ def _wrap_init_speculator(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(vllm_config, device, req_states)
         from vllm_eesd.host.v2 import EarlyExitSpeculator
 
-        # The factory of the verification manager is given the request states, and nothing else of the runner.
-        req_states.eesd_speculator = EarlyExitSpeculator(vllm_config, device, req_states)
-        return req_states.eesd_speculator
+        speculator = EarlyExitSpeculator(vllm_config, device, req_states)
+        # The factory of the verification manager is given the request states, and nothing else of the runner. Weak: the
+        # runner drops its speculator at its shutdown, and may outlive that with its request states.
+        req_states.eesd_speculator = weakref.ref(speculator)
+        return speculator
 
     return init_speculator
+
+
+def _speculator_of(req_states: Any) -> Any:
+    """Return the speculator of a runner's request states; None without EESD, or where there are no such states."""
+    reference = getattr(req_states, "eesd_speculator", None)
+    return None if reference is None else reference()
 
 
 def _wrap_create_verification_manager(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -31,7 +40,7 @@ def _wrap_create_verification_manager(original: Callable[..., Any]) -> Callable[
 
     def maybe_create_adaptive_verification_manager(*args, **kwargs):
         given = signature.bind(*args, **kwargs).arguments
-        speculator = getattr(given["req_states"], "eesd_speculator", None)
+        speculator = _speculator_of(given["req_states"])
         if speculator is None:
             return original(*args, **kwargs)
         from vllm_eesd.host.v2_ragged import use_graphs_for_ragged_batches
@@ -54,7 +63,7 @@ def _wrap_resolve_graph_mode(original: Callable[..., Any]) -> Callable[..., Any]
 def _wrap_add_requests(original: Callable[..., Any]) -> Callable[..., Any]:
     def add_requests(self, scheduler_output):
         original(self, scheduler_output)
-        if (speculator := getattr(self.req_states, "eesd_speculator", None)) is not None:
+        if (speculator := _speculator_of(self.req_states)) is not None:
             speculator.admit(scheduler_output.scheduled_new_reqs)
 
     return add_requests
@@ -63,7 +72,7 @@ def _wrap_add_requests(original: Callable[..., Any]) -> Callable[..., Any]:
 def _wrap_take_draft_token_ids(original: Callable[..., Any]) -> Callable[..., Any]:
     def take_draft_token_ids(self):
         drafts = original(self)
-        speculator = getattr(self.req_states, "eesd_speculator", None)
+        speculator = _speculator_of(self.req_states)
         if drafts is None or speculator is None:
             return drafts
         lengths = speculator.draft_lengths(drafts.req_ids)
@@ -75,11 +84,13 @@ def _wrap_take_draft_token_ids(original: Callable[..., Any]) -> Callable[..., An
 
 def _wrap_compile_or_warm_up_model(original: Callable[..., Any]) -> Callable[..., Any]:
     def compile_or_warm_up_model(self):
-        times = original(self)  # first: it captures the CUDA graphs that serving replays
         # A worker of V1's in the same process has no request states.
-        states = getattr(self.model_runner, "req_states", None)
-        if (speculator := getattr(states, "eesd_speculator", None)) is not None:
-            speculator.profile_costs(self.model_runner)
+        speculator = _speculator_of(getattr(self.model_runner, "req_states", None))
+        if speculator is None:
+            return original(self)
+        speculator.warm_up(self.model_runner)  # at its end the original arms a monitor of what is compiled
+        times = original(self)  # it captures the CUDA graphs that serving replays, so timing comes behind it
+        speculator.profile_costs(self.model_runner)
         return times
 
     return compile_or_warm_up_model
@@ -89,7 +100,7 @@ def _wrap_verify(original: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(original)
 
     def _verify(self, *args, **kwargs):
-        speculator = getattr(self.sampler.req_states, "eesd_speculator", None)
+        speculator = _speculator_of(self.sampler.req_states)
         given = signature.bind(self, *args, **kwargs).arguments
         if speculator is None or not speculator.verification.is_ours(self, given["idx_mapping_np"]):
             return original(self, *args, **kwargs)

@@ -81,7 +81,7 @@ def verify(
         draft_sampled: [num_logits], -1 for drafts that were not made or that a grammar cut.
         positions: [num_logits] int64.
         cu_num_logits: [num_reqs + 1] int32.
-        idx_mapping: [num_reqs] int32, request states.
+        idx_mapping: [num_reqs] int64, request states.
     """
     states = rejection_sampler.sampler.sampling_states
     verified = rejection(
@@ -99,20 +99,25 @@ def verify(
     return logits, verified.sampled, verified.num_sampled
 
 
+@torch.inference_mode()
 def warm_up(runner: Any, draft_logits: torch.Tensor | None) -> None:
-    """Have the kernels compiled for the batch sizes that Triton tells apart.
+    """Have the kernels compiled for every kind of argument that serving passes and Triton tells apart.
 
+    Triton compiles a kernel anew for another dtype, and for a number or an address that is or is not divisible by 16,
+    or equal to 1: of these, batch sizes differ. Logits come from the model itself, which may pad their rows.
     vLLM warms up with requests that want more than a temperature, which its own sampler verifies.
 
     Args:
-        runner: vLLM's GPUModelRunner.
+        runner: vLLM's GPUModelRunner, its model loaded.
         draft_logits: the speculator's, if it keeps any.
     """
+    config, device = runner.model_config, runner.device
     for num_reqs in (size for size in (1, 2, 16) if size <= runner.max_num_reqs):
-        rows = torch.arange(2 * num_reqs, device=runner.device)  # a draft each
-        logits = torch.zeros(len(rows), runner.vocab_size, dtype=runner.model_config.dtype, device=runner.device)
-        starts, drafts = 2 * rows[: num_reqs + 1].int(), torch.zeros_like(rows, dtype=torch.int32)
-        verify(runner.rejection_sampler, logits, draft_logits, drafts, rows, starts, rows[:num_reqs].int())
+        rows = torch.arange(2 * num_reqs, device=device)  # a draft each
+        hidden_states = torch.zeros(len(rows), config.get_hidden_size(), dtype=config.dtype, device=device)
+        logits = runner.model.compute_logits(hidden_states)
+        starts, drafts = 2 * torch.arange(num_reqs + 1, device=device).int(), torch.zeros_like(rows, dtype=torch.int32)
+        verify(runner.rejection_sampler, logits, draft_logits, drafts, rows, starts, rows[:num_reqs])
 
 
 class Verification:

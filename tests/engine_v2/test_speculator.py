@@ -1,0 +1,75 @@
+"""What vLLM's runner and worker ask of the speculator, without an engine."""
+
+import inspect
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+K = 3
+
+
+@pytest.fixture(scope="module")
+def v2():
+    if not torch.cuda.is_available():
+        import vllm.v1.worker.cpu.shm  # noqa: F401  # as the worker: before anything of V2
+    from vllm_eesd.host import v2
+
+    return v2
+
+
+@pytest.fixture
+def speculator(v2):
+    """A speculator that records its calls instead of making them; `wanted` draft steps are wanted in a round."""
+    self, calls = object.__new__(v2.EarlyExitSpeculator), []
+
+    def begin(batch, num_sampled, asynchronous, tokens, longest):
+        calls.append(("begin", longest))
+        self.wanted = K if longest is None else longest
+        return SimpleNamespace(moments=SimpleNamespace(mark=lambda: None))
+
+    self.calls, self.wanted = calls, K
+    self.num_speculative_tokens, self._asynchronous = K, True
+    self.draft_tokens = torch.zeros(4, K, dtype=torch.int64)
+    self.breaker = v2.CircuitBreaker()
+    self.rounds = SimpleNamespace(round_trace=None, begin=begin, wants_step=lambda step: step <= self.wanted)
+    for name in ("_copy_request_inputs", "_prepare", "_graph_for", "_run_round"):
+        setattr(self, name, lambda *args, name=name, **kwargs: calls.append(name))
+    return self
+
+
+def arguments(num_reqs=2):
+    """The positional arguments of vLLM's call after a step with requests."""
+    batch = SimpleNamespace(num_reqs=num_reqs, idx_mapping=torch.arange(num_reqs), seq_lens_cpu_upper_bound=None)
+    return [batch, {}, {}, *(torch.zeros(num_reqs) for _ in range(8))]
+
+
+def test_the_arguments_are_those_of_vllms_speculators(v2):
+    """Called by position and by name: a parameter more, or in another place, would be taken for something else."""
+    from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
+
+    ours, theirs = (inspect.signature(c.propose).parameters for c in (v2.EarlyExitSpeculator, BaseSpeculator))
+    assert [(p.name, p.kind, p.default) for p in ours.values()] == [
+        (p.name, p.kind, p.default) for p in theirs.values()
+    ]
+
+
+def test_an_argument_nobody_knows_is_an_error(speculator):
+    with pytest.raises(TypeError, match="beam_width"):
+        speculator.propose(*arguments(), num_speculative_tokens=K, beam_width=2)
+    with pytest.raises(TypeError):
+        speculator.propose(*arguments(), None, False, False, None, False, K, "one more")
+    assert not speculator.calls
+
+
+@pytest.mark.parametrize("num_speculative_tokens", [None, K])
+def test_a_round(speculator, num_speculative_tokens):
+    speculator.propose(*arguments(), num_speculative_tokens=num_speculative_tokens, dp_sync_state=None, mm_inputs=None)
+    begin = ("begin", num_speculative_tokens)
+    assert speculator.calls == ["_copy_request_inputs", begin, "_prepare", "_graph_for", "_run_round"]
+
+
+def test_where_no_request_can_use_a_draft_the_round_is_learned_from_and_nothing_prepared(speculator):
+    """vLLM 0.33 calls so for prompt chunks and for requests that are sure to end."""
+    speculator.propose(*arguments(), num_speculative_tokens=0, dp_sync_state=None, mm_inputs=None)
+    assert speculator.calls == ["_copy_request_inputs", ("begin", 0)]

@@ -1,0 +1,97 @@
+"""The kernels of verification are compiled before serving for all that serving passes to them.
+
+Triton compiles a kernel anew for another dtype, and where a number or an address becomes divisible by 16, or a number
+equal to 1. The interpreter compiles nothing, so the arguments themselves are compared.
+"""
+
+import numpy as np
+import pytest
+import torch
+
+#: Verification's launches where drafts are greedy.
+KERNELS = ("statistics_kernel", "_accept_kernel", "_resample_kernel")
+SPEC = {"method": "eesd", "num_speculative_tokens": 3, "policy": "fixed"}
+#: As many requests as it takes for batches of 1, of a multiple of 16 and of neither.
+OPTIONS = {"max_num_seqs": 17, "max_model_len": 64, "block_size": 32, "async_scheduling": True}
+
+
+def kind_of(argument, constant):
+    """What of a launch argument a compiled kernel depends on."""
+    if argument is None or constant:
+        return argument
+    if isinstance(argument, torch.Tensor):
+        return argument.dtype, argument.data_ptr() % 16 == 0
+    return "int64" if abs(argument) >= 2**31 else "int32", argument == 1, argument % 16 == 0
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """{"served" or "warm-up": {(kernel, kinds of its arguments, its constants)}}."""
+    if not torch.cuda.is_available():
+        import vllm.v1.worker.cpu.shm  # noqa: F401  # as the worker: before anything of V2
+    from vllm_eesd.kernels import rejection
+
+    from vllm_eesd.host.v2 import EarlyExitSpeculator
+
+    seen, phases = {"served": set(), "warm-up": set()}, ["served"]
+
+    class Recorded:
+        def __init__(self, name):
+            self.name, self.kernel = name, getattr(rejection, name)
+
+        def __getitem__(self, grid):
+            def launch(*args, **kwargs):
+                kinds = tuple(kind_of(argument, False) for argument in args)
+                constants = tuple(sorted((name, kind_of(value, True)) for name, value in kwargs.items()))
+                seen[phases[-1]].add((self.name, kinds, constants))
+                return self.kernel[grid](*args, **kwargs)
+
+            return launch
+
+    for name in KERNELS:
+        monkeypatch.setattr(rejection, name, Recorded(name))
+    warm_up = EarlyExitSpeculator.warm_up
+
+    def noted(self, runner):
+        phases.append("warm-up")
+        warm_up(self, runner)
+        phases.pop()
+
+    monkeypatch.setattr(EarlyExitSpeculator, "warm_up", noted)
+    return seen
+
+
+@pytest.mark.parametrize("draft_sample_method", ["greedy", "probabilistic"])
+def test_serving_passes_nothing_that_was_not_warmed_up(
+    engine, greedy, eight_token_target, cloned_head, launches, draft_sample_method
+):
+    """The target's vocabulary of 8 is padded to 64: its logits' rows are further apart than they are long."""
+    spec = SPEC | {"model": cloned_head(eight_token_target, 1, 1), "draft_sample_method": draft_sample_method}
+    generator = np.random.default_rng(3)
+    prompts = [generator.integers(0, 8, 4).tolist() for _ in range(16)]
+    with engine(eight_token_target, spec, **OPTIONS) as llm:
+        for num_reqs in (1, 3, 16):
+            greedy(llm, prompts[:num_reqs], max_tokens=6)
+    served, warmed = launches["served"], launches["warm-up"]
+    assert {name for name, *_ in served} == set(KERNELS)
+    assert len({kinds for name, kinds, _ in served if name == "_resample_kernel"}) == 3  # 1, 3 and 16 requests
+    unknown = served - warmed
+    assert not unknown, sorted(map(str, unknown))
+
+
+def test_kernels_are_compiled_before_the_worker_warms_up_and_costs_timed_after():
+    """At the end of its warm-up vLLM's worker begins to report, or to refuse, whatever is compiled later."""
+    from types import SimpleNamespace
+
+    from vllm_eesd.host.v2_seams import _wrap_compile_or_warm_up_model
+
+    calls = []
+    speculator = SimpleNamespace(
+        warm_up=lambda runner: calls.append("compile"), profile_costs=lambda runner: calls.append("time")
+    )
+    runner = SimpleNamespace(req_states=SimpleNamespace(eesd_speculator=lambda: speculator))
+    wrapped = _wrap_compile_or_warm_up_model(lambda worker: calls.append("vLLM's warm-up") or "times")
+    assert wrapped(SimpleNamespace(model_runner=runner)) == "times"
+    assert calls == ["compile", "vLLM's warm-up", "time"]
+    assert wrapped(SimpleNamespace(model_runner=SimpleNamespace())) == "times"  # Model Runner V1's
+    assert len(calls) == 4
