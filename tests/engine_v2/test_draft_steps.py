@@ -49,9 +49,10 @@ class Model:
 def drafting(modules, monkeypatch):
     """DraftSteps of four request states, of which request 0 has 2 blocks and the others 5."""
     monkeypatch.setattr(modules.steps, "set_forward_context", lambda *args, **kwargs: contextlib.nullcontext())
-    concrete = type("Concrete", (modules.steps.DraftSteps,), {"load_draft_model": None, "propose": None})
-    self = object.__new__(concrete)
-    self.max_num_reqs, self.num_speculative_steps, self.max_model_len = MAX_REQS, K, MAX_MODEL_LEN
+    # In vLLM 0.33 the longest sequence is a property.
+    given = {"load_draft_model": None, "propose": None, "max_model_len": MAX_MODEL_LEN}
+    self = object.__new__(type("Concrete", (modules.steps.DraftSteps,), given))
+    self.max_num_reqs, self.num_speculative_steps = MAX_REQS, K
     self.vllm_config, self.draft_logits, self._graphs = None, None, None
     self.supports_decode_metadata_update, self._kv_group = False, 0
     self.model = Model()
@@ -158,7 +159,7 @@ def test_scheduled_drafts_are_trimmed_to_each_requests_length(modules):
     states = SimpleNamespace(num_speculative_steps=K, req_id_to_index={"a": 2, "b": 0, "c": 1})
     num_drafted = np.array([0, 3, 2, 0])
     query_start_loc = torch.zeros(5, dtype=torch.int32)
-    ragged = modules.ragged.RaggedVerification(states, query_start_loc, num_drafted)
+    ragged = modules.ragged.RaggedVerification(states, query_start_loc, num_drafted, reallocate_of_0_32)
     # c is a prompt chunk; the scheduler gave everybody else K placeholders.
     drafts = {"a": [-1] * K, "b": [-1] * K}
     assert ragged.get_num_tokens({"c": 7, "a": K + 1, "b": K + 1}, drafts) == 7 + 3 + 1
@@ -172,6 +173,29 @@ def test_scheduled_drafts_are_trimmed_to_each_requests_length(modules):
     assert locations is query_start_loc
     ragged.add_request(2)
     assert num_drafted.tolist() == [0, 3, 0, 0]
+
+
+def reallocate_of_0_32(self, req_ids, idx_mapping) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """vLLM 0.32's signature."""
+
+
+def reallocate_of_0_33(self, req_ids, idx_mapping) -> tuple[torch.Tensor, torch.Tensor, int, "object | None"]:
+    """vLLM 0.33's: also the counts of admitted drafts, on their way to the host, or None where it knows them."""
+
+
+def reallocate_of_tomorrow(self, req_ids, idx_mapping) -> "AdmittedDrafts":  # noqa: F821
+    """Nobody knows what."""
+
+
+def test_as_many_values_as_the_runner_unpacks(modules):
+    states = SimpleNamespace(num_speculative_steps=K, req_id_to_index={"a": 0})
+    for reallocate, more in ((reallocate_of_0_32, ()), (reallocate_of_0_33, (None,))):
+        ragged = modules.ragged.RaggedVerification(states, torch.zeros(5), np.zeros(4, dtype=np.int64), reallocate)
+        ragged.get_num_tokens({"a": K + 1}, {"a": [-1] * K})
+        assert ragged.reallocate_drafts(["a"], torch.tensor([0]))[2:] == (0, *more)
+    with pytest.raises(RuntimeError, match="reallocate_drafts returns 'AdmittedDrafts'"):
+        modules.ragged.RaggedVerification(states, torch.zeros(5), np.zeros(4), reallocate_of_tomorrow)
+    modules.ragged.RaggedVerification(states, torch.zeros(5), np.zeros(4))  # the installed one's
 
 
 @pytest.mark.parametrize(
@@ -199,6 +223,7 @@ def test_what_else_changes_logits_is_vllms_to_verify(modules, asked, alone):
     [
         ("watermark_key", 1),
         ("synthetic_conditional_rates", torch.ones(1)),
+        ("fly_window_size", 2),  # vLLM 0.33's lossy verification
         ("sampler.use_fp64_gumbel", True),
         ("sampler.return_sampling_mask", True),
         ("sampler.trace_replay_state", object()),

@@ -150,6 +150,22 @@ def test_steps_for_which_vllm_wants_no_drafts(llm, greedy, prompts, expected, mo
     assert lengths[0] and lengths[2] and lengths[K]
 
 
+def test_drafts_that_are_not_finite_are_counted(llm, greedy, prompts, expected, monkeypatch):
+    """This policy looks at no confidence; the counts are read some rounds late."""
+    from vllm_eesd.host.v2 import EarlyExitSpeculator
+
+    draft = EarlyExitSpeculator._draft
+
+    def not_finite(self, *args, **kwargs):
+        draft(self, *args, **kwargs)
+        self.draft_token_confidence_probs.fill_(float("nan"))
+
+    monkeypatch.setattr(EarlyExitSpeculator, "_draft", not_finite)
+    assert greedy(llm, prompts[:3], max_tokens=MAX_TOKENS) == expected
+    (stats,) = llm.collective_rpc("eesd_stats")
+    assert 0 < stats["drafted_not_finite"] <= stats["drafted"] + 3 * K  # a last round is verified by nobody
+
+
 @contextlib.contextmanager
 def raising(place, calls, after):
     """Make these calls of a function raise, before it does anything or after it did all."""

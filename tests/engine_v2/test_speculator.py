@@ -1,5 +1,6 @@
 """What vLLM's runner and worker ask of the speculator, without an engine."""
 
+import contextlib
 import inspect
 from types import SimpleNamespace
 
@@ -60,6 +61,25 @@ def test_an_argument_nobody_knows_is_an_error(speculator):
     with pytest.raises(TypeError):
         speculator.propose(*arguments(), None, False, False, None, False, K, "one more")
     assert not speculator.calls
+
+
+def test_costs_are_timed_while_vllm_counts_no_experts(v2, speculator, monkeypatch):
+    """vLLM 0.33 has its runner ignore warm-up forwards; 0.32's has nothing of the kind."""
+    calls = speculator.calls
+
+    @contextlib.contextmanager
+    def suppress():
+        calls.append("suppress")
+        yield
+        calls.append("count again")
+
+    monkeypatch.setattr(v2, "profile_v2_costs", lambda *args: calls.append("time"))
+    speculator.warm_up = lambda runner: calls.append("compile")
+    speculator.rounds = SimpleNamespace(forget_requests=lambda: None, learns=False, policy=SimpleNamespace(costs=None))
+    speculator.profile_costs(SimpleNamespace(eplb=SimpleNamespace()))
+    assert calls == ["compile", "time"] and speculator.rounds.learns
+    speculator.profile_costs(SimpleNamespace(eplb=SimpleNamespace(suppress=suppress)))
+    assert calls[2:] == ["compile", "suppress", "time", "count again"]
 
 
 @pytest.mark.parametrize("num_speculative_tokens", [None, K])

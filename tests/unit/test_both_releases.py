@@ -1,13 +1,12 @@
 """Each place where vLLM 0.32 and 0.33 differ for EESD, against objects of either's shape."""
 
-import contextlib
 import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from vllm_eesd.host import cost_profile, v1_seams, v2_seams, worker_seams
+from vllm_eesd.host import v1_seams, v2_seams, worker_seams
 
 
 class Drafter:
@@ -41,25 +40,6 @@ def test_costs_are_profiled_on_the_right_side_of_vllms_warm_up(attribute, expect
 def test_other_workers_are_warmed_up_as_ever(drafter):
     worker = SimpleNamespace(model_runner=SimpleNamespace(drafter=drafter))
     assert worker_seams._wrap_compile_or_warm_up_model(lambda self: self)(worker) is worker
-
-
-@pytest.mark.parametrize("release", ["0.32", "0.33"])
-def test_experts_are_not_balanced_by_what_is_only_timed(monkeypatch, release):
-    """0.33 keeps its own warm-up out of the expert loads by `eplb.suppress()`; 0.32 has no such thing."""
-    state = SimpleNamespace(suppressed=False)
-
-    @contextlib.contextmanager
-    def suppress():
-        state.suppressed = True
-        yield
-        state.suppressed = False
-
-    eplb = SimpleNamespace(suppress=suppress) if release == "0.33" else SimpleNamespace()
-    seen = []
-    monkeypatch.setattr(cost_profile, "_profile", lambda *args: seen.append(state.suppressed))
-    runner = SimpleNamespace(eplb=eplb, device=SimpleNamespace(type="cpu"))
-    cost_profile.profile_v2_costs(runner, SimpleNamespace(num_speculative_tokens=4), None)
-    assert seen == [release == "0.33"] and not state.suppressed
 
 
 @pytest.mark.parametrize("more", [{}, {"fly_window_size": None, "fly_entropy_threshold": None, "fly_entropy_top_k": 3}])

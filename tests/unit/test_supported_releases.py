@@ -13,7 +13,11 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 HOST = REPOSITORY / "vllm_eesd" / "host"
 SEAMS = [seam for records in PLACES.values() for seam in records]
 #: Code for a release that lacks what a newer one has: (file, function) and the release from which nobody needs it.
-BRANCHES = {("cost_profile.py", "profile_v2_costs"): "0.33"}
+BRANCHES = {
+    ("v2.py", "profile_costs"): "0.33",
+    ("v2_ragged.py", "_num_values"): "0.33",
+    ("v2_verification.py", "can_verify"): "0.33",
+}
 #: How such a place is marked, in the branch itself.
 MARK = re.compile(r"# Until vLLM (\d+\.\d+)\b")
 

@@ -1,5 +1,6 @@
 """Model Runner V2's host side without an engine: what is learned late is learned of the right round and request."""
 
+import itertools
 from types import SimpleNamespace
 
 import numpy as np
@@ -8,17 +9,19 @@ import torch
 
 from vllm_eesd.config import EESDConfig
 from vllm_eesd.exit_head.checkpoint import ExitHeadConfig, Verifier
-from vllm_eesd.host import v2_rounds, v2_trace
+from vllm_eesd.host import v2_lag, v2_rounds, v2_trace
 from vllm_eesd.host.v2_lag import LAG
 from vllm_eesd.host.v2_rounds import Rounds
+from vllm_eesd.policy.guard import Guard
 from vllm_eesd.round_trace import Judged
 
 K = 4
 ALWAYS = {"policy": "confidence", "policy_args": {"threshold": 0.5}}
 
 
-def make_rounds(monkeypatch, **eesd):
-    monkeypatch.setattr(v2_rounds, "get_tp_group", lambda: SimpleNamespace(world_size=1))
+def make_rounds(monkeypatch, world_size=1, **eesd):
+    group = SimpleNamespace(world_size=world_size, broadcast_object=lambda measured, src: measured)
+    monkeypatch.setattr(v2_rounds, "get_tp_group", lambda: group)
     verifier = Verifier(
         name_or_path="t", architecture="LlamaForCausalLM", hidden_size=64, num_hidden_layers=8, vocab_size=512
     )
@@ -198,6 +201,114 @@ def test_warming_up_teaches_nothing(monkeypatch):
     rounds.learns = True
     begin(rounds, [1], [2], scheduled=[K])
     assert rounds.stats.rounds == 1 and rounds.policy.costs.state() != costs
+
+
+def test_warming_up_earns_no_credit(monkeypatch):
+    """Each new request brings the guard an allowance; those of made-up ones would pay for many losing rounds."""
+    brought = []
+    monkeypatch.setattr(Guard, "admit", lambda guard, num_reqs: brought.append((guard, num_reqs)))
+    rounds = make_rounds(monkeypatch, policy="goodput")
+    rounds.learns = False
+    rounds.admit([0, 1, 2], [new_request(), new_request(), new_request()])
+    begin(rounds, [0, 1, 2], [1, 1, 1])
+    rounds.forget_requests()
+    rounds.learns = True
+    warm = {guard for guard, _ in brought}
+    brought.clear()
+    begin(rounds, [], [])
+    rounds.admit([1], [new_request()])
+    rounds.start_afresh()  # as after a fault
+    begin(rounds, [1], [1])
+    assert [num_reqs for _, num_reqs in brought] == [1, 1]
+    assert not warm & {guard for guard, _ in brought}
+
+
+def test_every_step_is_timed_whatever_the_number_of_ranks(monkeypatch):
+    """With several ranks times are exchanged once in 16 steps; what they add up to is each step's."""
+    totals = []
+    for world_size in (1, 2):
+        moments = itertools.count()
+        monkeypatch.setattr(v2_lag, "time", SimpleNamespace(perf_counter=lambda moments=moments: float(next(moments))))
+        rounds = make_rounds(monkeypatch, world_size, policy="fixed")
+        rounds.admit([1], [new_request()])
+        for _ in range(v2_rounds.SHARE_TIMES_EVERY + LAG + 3):
+            begin(rounds, [1], [1], scheduled=[K])
+        assert rounds.policy.costs.state()["verify_ms"]
+        totals.append(rounds.stats.decode_ms)
+    assert totals[0] == totals[1] == (v2_rounds.SHARE_TIMES_EVERY + 2) * 1e3  # 1 s a step, but for the first
+
+
+def test_a_state_file_that_cannot_be_written_is_told_once(monkeypatch):
+    warnings = []
+    monkeypatch.setattr(v2_rounds, "REPORT_EVERY_S", 0.0)
+    monkeypatch.setattr(v2_rounds, "logger", SimpleNamespace(warning=lambda *args: warnings.append(args)))
+    rounds = make_rounds(monkeypatch, policy="fixed")
+
+    def refuse():
+        raise OSError("read-only")
+
+    for save, num_told in ((refuse, 1), (refuse, 1), (lambda: None, 1), (refuse, 2)):
+        monkeypatch.setattr(rounds.policy, "save_state", save)
+        rounds._report()
+        assert len(warnings) == num_told
+
+
+@pytest.mark.parametrize("policy", ["fixed", "beta_ts", "goodput"])
+def test_drafts_of_hidden_states_that_are_not_finite_are_counted_late(monkeypatch, policy):
+    """Whether the policy looks at confidences or not; what lies behind a draft's end is not one of its tokens."""
+    rounds = make_rounds(monkeypatch, policy=policy)
+    rounds.admit([0, 2], [new_request(), new_request(eesd_max_draft_tokens=1)])
+    counted, expected = [], []
+    for number in range(LAG + 4):
+        begin(rounds, [2, 0], [1, 1], scheduled=[K, K])
+        counted.append(rounds.stats.not_finite)
+        draft(rounds, np.full((2, K), 0.9, dtype=np.float32))
+        drafted = np.arange(K) < rounds.lengths[:, None]
+        finite = drafted if number else np.zeros_like(drafted)  # in the first round nothing is
+        expected.append(int((drafted & ~finite).sum()))
+        rounds.end(torch.from_numpy(np.where(finite, np.float32(0.9), np.float32(np.nan))))
+    assert expected[0] > 0
+    assert counted == [0] * (LAG + 1) + [expected[0]] * 3
+
+
+def test_the_last_confidence_of_a_round_is_learned_from_too(monkeypatch):
+    """No decision follows it, so nobody waits for it: it comes with the verdict."""
+    rounds = make_rounds(monkeypatch, **ALWAYS)
+    observed = []
+    monkeypatch.setattr(rounds.policy.calibration, "observe", lambda c, v, a, s: observed.append(c[:, : K + 1]))
+    rounds.admit([0, 1], [new_request(), new_request()])
+    columns = np.array([[0.9, 0.8, 0.7, 0.6], [0.9, 0.1, 0.3, 0.2]], dtype=np.float32)
+    for _ in range(LAG + 2):
+        begin(rounds, [0, 1], [1, 1], scheduled=[K, K])
+        assert draft(rounds, columns)[0] == [K, 2]
+        rounds.end(torch.from_numpy(columns))
+    unknown = np.nan  # what was drafted in vain is no part of a draft
+    expected = [[0.9, 0.8, 0.7, 0.6, unknown], [0.9, 0.1, unknown, unknown, unknown]]
+    np.testing.assert_allclose(observed[-1], np.array(expected, dtype=np.float32))
+
+
+def test_confidences_of_another_request_in_the_same_slot_are_not_taken(monkeypatch):
+    rounds = make_rounds(monkeypatch, **ALWAYS)
+    observed = []
+    monkeypatch.setattr(rounds.policy.calibration, "observe", lambda c, v, a, s: observed.append(c[0, :K]))
+    columns = np.full((1, K), 0.9, dtype=np.float32)
+    rounds.admit([1], [new_request()])
+    begin(rounds, [1], [1])
+    draft(rounds, columns)
+    rounds.end(torch.from_numpy(columns))
+    rounds.admit([1], [new_request()])
+    rounds.num_drafted[1] = K  # as if the new request were verified at once
+    for _ in range(LAG + 1):
+        begin(rounds, [1], [1], scheduled=[K])
+    assert np.isnan(observed[0]).all()
+
+
+def test_a_sequence_limit_that_vllm_shortens_after_the_start_is_heeded(monkeypatch):
+    rounds = make_rounds(monkeypatch, policy="fixed")
+    rounds.max_model_len = 14  # ten of the prompt, the token just sampled, two drafts and the token after them
+    rounds.admit([0], [new_request()])
+    begin(rounds, [0], [0])
+    assert rounds.lengths.tolist() == [2]
 
 
 def test_a_traced_round_is_what_the_target_judged(monkeypatch):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import statistics
 import time
 from collections.abc import Callable
@@ -12,6 +11,7 @@ import torch
 
 from vllm_eesd.host.compat import create_forward_context, get_tp_group, override_forward_context
 from vllm_eesd.host.draft_step import DraftStep
+from vllm_eesd.host.v2_lag import Timestamps
 from vllm_eesd.policy import CostModel
 
 #: Runs a step of some size and returns the ms it took.
@@ -45,25 +45,35 @@ def profile_costs(runner: Any, step: DraftStep, costs: CostModel) -> None:
 def profile_v2_costs(runner: Any, speculator: Any, costs: CostModel) -> None:
     """The same on Model Runner V2, whose dummy runs have attention and replay CUDA graphs where serving does.
 
+    Forwards and draft steps are both timed as the device sees them while it has work waiting, which is how steps are
+    timed while serving: what the host does meanwhile is hidden behind them.
+
     Args:
         runner: vLLM's GPUModelRunner, warmed up and its graphs captured.
         speculator: the `EarlyExitSpeculator`.
     """
-    synchronize = torch.cuda.synchronize if runner.device.type == "cuda" else lambda: None
+    on_gpu = runner.device.type == "cuda"
+    synchronize = torch.cuda.synchronize if on_gpu else lambda: None
+
+    @torch.inference_mode()
+    def run(num_tokens: int) -> None:
+        hidden_states, _ = runner._dummy_run(num_tokens)
+        runner.model.compute_logits(hidden_states[:num_tokens])
 
     def forward(num_tokens: int) -> Job:
-        def run() -> None:
-            with torch.inference_mode():
-                hidden_states, _ = runner._dummy_run(num_tokens)
-                runner.model.compute_logits(hidden_states[:num_tokens])
-            synchronize()
-
         def job() -> float:
             speculator.rests_in_dummy_runs = True
             try:
-                return _timed(run)()
+                if on_gpu:
+                    run(num_tokens)  # the device is busy with it while the host prepares the one that is timed
+                times = Timestamps(runner.device)
+                times.mark()
+                run(num_tokens)
+                times.mark()
+                synchronize()
             finally:
                 speculator.rests_in_dummy_runs = False
+            return times.ms(times, 0, 1)
 
         return job
 
@@ -75,10 +85,7 @@ def profile_v2_costs(runner: Any, speculator: Any, costs: CostModel) -> None:
 
         return job
 
-    # Until vLLM 0.33: its runner cannot be told that a forward is of no requests, and balances experts by it too.
-    suppress = getattr(runner.eplb, "suppress", contextlib.nullcontext)
-    with suppress():
-        _profile(runner, speculator.num_speculative_tokens, forward, draft, costs)
+    _profile(runner, speculator.num_speculative_tokens, forward, draft, costs)
 
 
 def _profile(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import numpy as np
@@ -130,8 +131,11 @@ class EarlyExitSpeculator(DraftSteps):
         Called once the worker is warmed up, which vLLM does with requests and drafts of its own making.
         """
         self.warm_up(runner)
-        profile_v2_costs(runner, self, self.policy.costs)
-        self.rounds.start_afresh()
+        self.rounds.forget_requests()
+        # Until vLLM 0.33: no `suppress`. It counts the experts that forwards choose, of the dummy runs as well.
+        suppress = getattr(getattr(runner, "eplb", None), "suppress", contextlib.nullcontext)
+        with suppress():
+            profile_v2_costs(runner, self, self.policy.costs)
         self.rounds.learns = True
 
     def ragged_verification(self, query_start_loc: torch.Tensor) -> RaggedVerification:
@@ -149,6 +153,7 @@ class EarlyExitSpeculator(DraftSteps):
         if self.breaker.is_open:
             return
         try:
+            self.rounds.max_model_len = self.max_model_len
             self.rounds.admit(slots, new_requests)
         except Exception as error:
             self._survive(error)
@@ -265,3 +270,4 @@ class EarlyExitSpeculator(DraftSteps):
                             event.synchronize()
                     self.rounds.decide(confidence.numpy())
             step += 1
+        self.rounds.end(self.draft_token_confidence_probs[:num_reqs])

@@ -14,6 +14,30 @@ import torch
 LAG = 2
 
 
+class Drafted(NamedTuple):
+    """What one round drafted.
+
+    Attributes:
+        slots: [num_reqs] int64, the requests' state indices.
+        generations: [num_reqs] int64, which of a slot's requests it was.
+        lengths: [num_reqs] int64, tokens drafted.
+        confidences: [num_reqs, K] float32 on the host, of the first `lengths`; the device writes them before the
+            counts of the step that judges the drafts.
+        asked: whether the policy looks at confidences at all.
+    """
+
+    slots: np.ndarray
+    generations: np.ndarray
+    lengths: np.ndarray
+    confidences: torch.Tensor
+    asked: bool
+
+    def num_not_finite(self) -> int:
+        """Return how many drafted tokens came from hidden states with infinities or NaN: their confidence is NaN."""
+        confidences = self.confidences.numpy()
+        return int((np.isnan(confidences) & (np.arange(confidences.shape[1]) < self.lengths[:, None])).sum())
+
+
 class Judged(NamedTuple):
     """The outcome of one step.
 
@@ -26,6 +50,7 @@ class Judged(NamedTuple):
         num_sampled: [num_reqs] int64, tokens emitted.
         num_tokens: tokens of the target's forward.
         times: of the round that began when this step ended.
+        drafted: by the round before this step; None if nothing was.
     """
 
     slots: np.ndarray
@@ -36,6 +61,20 @@ class Judged(NamedTuple):
     num_sampled: np.ndarray
     num_tokens: int
     times: RoundTimes
+    drafted: Drafted | None = None
+
+    def known_confidences(self) -> np.ndarray:
+        """Return `confidences` with those that came too late to be decided on: of the last draft steps of a round."""
+        drafted, confidences = self.drafted, self.confidences.copy()
+        if drafted is None or not drafted.asked:
+            return confidences
+        here, there = np.nonzero(self.slots[:, None] == drafted.slots[None])
+        same = self.generations[here] == drafted.generations[there]
+        here, late = here[same], drafted.confidences.numpy()[there[same]]
+        known, columns = confidences[here, : late.shape[1]], np.arange(late.shape[1])
+        missing = np.isnan(known) & (columns < self.num_verified[here, None])
+        confidences[here, : late.shape[1]] = np.where(missing, late, known)
+        return confidences
 
 
 class Timestamps:
@@ -131,6 +170,22 @@ class Lagged:
             # A decoding request emits one token or more; a prompt's last chunk is counted late, which costs a draft.
             emitted[here[same]] += judged.decoded[there[same]]
         return emitted
+
+
+class ConfidenceCopies:
+    """Confidences of the last rounds, on the host; a round's are overwritten once the verdict on it has been read.
+
+    Args:
+        size: (the most requests of a round, K).
+    """
+
+    def __init__(self, size: tuple[int, int], device: torch.device) -> None:
+        self._buffers = deque(torch.zeros(size, pin_memory=device.type == "cuda") for _ in range(LAG + 1))
+
+    def copy(self, confidences: torch.Tensor) -> torch.Tensor:
+        """Begin to copy, [num_reqs, K] float32, and return where to; what the stream does next comes behind it."""
+        self._buffers.rotate(-1)
+        return self._buffers[0][: len(confidences)].copy_(confidences, non_blocking=True)
 
 
 def copy_to_host(source: torch.Tensor, target: torch.Tensor) -> Any:

@@ -7,14 +7,16 @@ draft's length on the host, so nothing about the batch is an estimate.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any, get_args
 
 import numpy as np
 import torch
 
 from vllm_eesd.host.compat import init_logger
 from vllm_eesd.host.v2_compat import (
+    AdaptiveVerificationManager,
     CUDAGraphMode,
     async_tensor_h2d,
     get_varlen_cudagraph_unsupported_backend,
@@ -31,10 +33,18 @@ class RaggedVerification:
         req_states: vLLM's RequestState.
         query_start_loc: [max_num_reqs + 1] int32, the runner's own input buffer.
         num_drafted: [max_num_reqs] int64, shared with the speculator: length of each request's draft.
+        reallocate: vLLM's own `reallocate_drafts`, whose annotation says how many values the runner unpacks.
     Source: vllm/v1/worker/gpu/spec_decode/adaptive_verification.py.
     """
 
-    def __init__(self, req_states: Any, query_start_loc: torch.Tensor, num_drafted: np.ndarray) -> None:
+    def __init__(
+        self,
+        req_states: Any,
+        query_start_loc: torch.Tensor,
+        num_drafted: np.ndarray,
+        reallocate: Callable[..., Any] = AdaptiveVerificationManager.reallocate_drafts,
+    ) -> None:
+        self._num_values = _num_values(reallocate)
         self._req_states, self._query_start_loc, self._num_drafted = req_states, query_start_loc, num_drafted
         self._decode_query_len = req_states.num_speculative_steps + 1
         #: Of the step being prepared, in batch order: [num_reqs] int32 draft tokens that are verified.
@@ -66,12 +76,14 @@ class RaggedVerification:
         np.cumsum(self._num_verified + 1, out=self._cu_num_logits[1:])
         return num_scheduled_tokens - num_draft_tokens_per_req + self._num_verified, self._cu_num_logits
 
-    def reallocate_drafts(
-        self, req_ids: list[str], idx_mapping: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, int]:
-        """Return the same on the device (the runner has just filled query_start_loc from it), and the drafts' sum."""
+    def reallocate_drafts(self, req_ids: list[str], idx_mapping: torch.Tensor) -> tuple[Any, ...]:
+        """Return where logits and queries start, on the device, and the drafts' sum; in vLLM 0.33 None as well.
+
+        Queries: the runner has just filled query_start_loc from `compact_batch`. None: the host's counts are exact.
+        """
         cu_num_logits = async_tensor_h2d(self._cu_num_logits, device=idx_mapping.device)
-        return cu_num_logits, self._query_start_loc, int(self._num_verified.sum())
+        values = cu_num_logits, self._query_start_loc, int(self._num_verified.sum()), None
+        return values[: self._num_values]
 
     def record_confidences(self, confidence_probs: torch.Tensor, input_batch: Any) -> None:
         """Nothing: lengths are the policy's."""
@@ -82,6 +94,22 @@ class RaggedVerification:
 
     def set_initial_cost_curves(self, samples: list[Any]) -> None:
         """Nothing, for the same reason."""
+
+
+def _num_values(reallocate: Callable[..., Any]) -> int:
+    """Return how many values `reallocate_drafts` returns by its annotation.
+
+    Raises:
+        RuntimeError: neither three (vLLM 0.32) nor four (0.33).
+    """
+    # Until vLLM 0.33: three. Then there is nothing to ask.
+    annotation = inspect.signature(reallocate).return_annotation
+    num_values = len(get_args(annotation))
+    if num_values not in (3, 4):
+        raise RuntimeError(
+            f"eesd: vLLM's reallocate_drafts returns {annotation!r:.200}; this vllm-eesd knows tuples of 3 and 4 values"
+        )
+    return num_values
 
 
 def use_graphs_for_ragged_batches(vllm_config: Any, attn_groups: list, target_layer_names: set[str] | None) -> None:

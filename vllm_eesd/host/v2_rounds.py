@@ -13,7 +13,7 @@ from vllm_eesd.host.compat import get_tp_group, init_logger
 from vllm_eesd.host.running_requests import NewRequest, RunningRequests
 from vllm_eesd.host.speculative import EESDSpeculativeConfig
 from vllm_eesd.host.v1 import REPORT_EVERY_S, build_dispatch, open_trace
-from vllm_eesd.host.v2_lag import Judged, Lagged, RoundTimes
+from vllm_eesd.host.v2_lag import ConfidenceCopies, Drafted, Judged, Lagged, RoundTimes
 from vllm_eesd.host.v2_trace import pending_outcome
 from vllm_eesd.stats import DraftStats
 
@@ -36,25 +36,32 @@ class Rounds:
     def __init__(
         self, config: EESDSpeculativeConfig, max_num_reqs: int, max_model_len: int, device: torch.device
     ) -> None:
-        self.policy = build_dispatch(config, max_num_reqs)
+        self._config, self._max_num_reqs = config, max_num_reqs
         self.stats = DraftStats(config.num_speculative_tokens)
-        self.requests = RunningRequests(max_num_reqs, config.num_speculative_tokens, self.policy)
         #: [max_num_reqs] int64, length of each slot's current draft.
         self.num_drafted = np.zeros(max_num_reqs, dtype=np.int64)
-        self._max_model_len, self._device = max_model_len, device
+        self._device = device
+        #: vLLM may shorten it until its KV cache is allocated.
+        self.max_model_len = max_model_len
         self._samples_drafts = config.eesd.draft_sample_method == "probabilistic"
         self._num_tokens = np.zeros(max_num_reqs, dtype=np.int64)
         self._generation = np.zeros(max_num_reqs, dtype=np.int64)
         self._has_grammar = np.zeros(max_num_reqs, dtype=bool)
-        #: What the requests of all slots ever used asked for, and the slots whose policy does not know it yet.
-        self._requested: dict[int, NewRequest] = {}
-        self._not_admitted: set[int] = set()
         self.round_trace = open_trace(config)
         #: False while the worker warms up: its requests are made up, and its steps wait for compilers.
         self.learns = True
         self._num_shared = 0
         self._reported = self._began_s = time.perf_counter()
-        self._forget_steps()
+        self._state_saved = True
+        self.forget_requests()
+
+    def forget_requests(self) -> None:
+        """Begin with a new policy that has met no request: those of the worker's warm-up are made up."""
+        self.policy = build_dispatch(self._config, self._max_num_reqs)
+        self.requests = RunningRequests(self._max_num_reqs, self._config.num_speculative_tokens, self.policy)
+        #: What the requests of all slots ever used asked for, and the slots whose policy does not know it yet.
+        self._requested: dict[int, NewRequest] = {}
+        self.start_afresh()
 
     def admit(self, slots: Sequence[int], new_requests: Sequence[Any]) -> None:
         """Take in requests that start or come back from preemption.
@@ -74,7 +81,7 @@ class Rounds:
 
     def _admit(self) -> None:
         slots = sorted(self._not_admitted)
-        self.requests.admit(np.array(slots), [self._requested[slot] for slot in slots], self._max_model_len)
+        self.requests.admit(np.array(slots), [self._requested[slot] for slot in slots], self.max_model_len)
         self._not_admitted.clear()
 
     def start_afresh(self) -> None:
@@ -89,6 +96,8 @@ class Rounds:
 
     def _forget_steps(self) -> None:
         self._lagged = Lagged(len(self.num_drafted), self._device)
+        self._copies = ConfidenceCopies((len(self.num_drafted), self._config.num_speculative_tokens), self._device)
+        self._drafted: Drafted | None = None
         self._times: RoundTimes | None = None
         self._measured: list[tuple[str, tuple[int, ...], float]] = []
 
@@ -128,7 +137,9 @@ class Rounds:
         confidences = self.policy.confidences_of(slots)
         self.policy.recall(slots, np.nan)
         nobody = np.zeros(0, dtype=np.int64)
-        judged = Judged(slots, generations, decoded, verified, confidences, nobody, input_batch.num_tokens, times)
+        drafted, self._drafted = self._drafted, None
+        num_tokens = input_batch.num_tokens
+        judged = Judged(slots, generations, decoded, verified, confidences, nobody, num_tokens, times, drafted)
         old = self._lagged.push(judged, num_sampled)
         if old is not None:
             self._observe(old, asynchronous)
@@ -184,6 +195,16 @@ class Rounds:
         self._asked += 1
         self.lengths[self._rows] = self._asked
 
+    def end(self, confidences: torch.Tensor) -> None:
+        """The round's draft steps are on their way: have their confidences copied, to be read with the verdict.
+
+        Args:
+            confidences: [num_reqs, K] float32 on the device.
+        """
+        copied = self._copies.copy(confidences)
+        generations = self._generation[self._slots]
+        self._drafted = Drafted(self._slots, generations, self.lengths, copied, self.waits_for_confidence)
+
     def pause(self) -> None:
         """A step ran that was not a round: the time around it says nothing."""
         self._times = None
@@ -197,6 +218,8 @@ class Rounds:
         self._num_tokens[judged.slots[here]] += judged.num_sampled[here]
         if not self.learns:
             return
+        if judged.drafted is not None:
+            self.stats.count_not_finite(judged.drafted.num_not_finite())
         decoded = judged.decoded & (judged.num_sampled > 0)
         for row in np.flatnonzero(decoded):
             self.stats.count_lengths(int(judged.num_verified[row]), int(judged.num_sampled[row]) - 1)
@@ -208,7 +231,7 @@ class Rounds:
             accepted = np.minimum(judged.num_sampled - 1, verified)[rows]
             slots = judged.slots[rows]
             current = self.policy.confidences_of(slots)
-            self.policy.recall(slots, judged.confidences[rows])
+            self.policy.recall(slots, judged.known_confidences()[rows])
             self.policy.observe(slots, verified[rows], accepted, self.requests.shares[slots])
             self.policy.recall(slots, current)
         self._learn_costs(judged, all_decoded=bool(decoded.all()))
@@ -239,9 +262,16 @@ class Rounds:
         if verify_ms is not None:
             measured.append(("verify", (num_reqs, judged.num_tokens), verify_ms))
         self._measured += measured
+        self._observe_costs()
+        if verify_ms is not None:
+            draft_ms = sum(steps_ms) + inputs_ms
+            plain_ms = float(self.policy.costs.verify_curve(num_reqs, 0)[0]) * int(judged.num_sampled.sum()) / num_reqs
+            self.stats.count_time(verify_ms + draft_ms, plain_ms)
+
+    def _observe_costs(self) -> None:
+        """Pass on what was measured; with several ranks now and then, and rank 0's to all: they choose alike."""
         group = get_tp_group()
         if group.world_size > 1:
-            # Every rank must choose the same lengths, so all learn rank 0's times, in the same step.
             self._num_shared += 1
             if self._num_shared % SHARE_TIMES_EVERY:
                 return
@@ -254,10 +284,6 @@ class Rounds:
         for what, sizes, ms in self._measured:
             observe[what](*sizes, ms)
         self._measured = []
-        if verify_ms is not None:
-            draft_ms = sum(steps_ms) + inputs_ms
-            plain_ms = float(self.policy.costs.verify_curve(num_reqs, 0)[0]) * int(judged.num_sampled.sum()) / num_reqs
-            self.stats.count_time(verify_ms + draft_ms, plain_ms)
 
     def _report(self) -> None:
         """Log one line and save what was learned, every REPORT_EVERY_S while requests run."""
@@ -267,7 +293,10 @@ class Rounds:
         self._reported = now
         try:
             self.policy.save_state()
+            self._state_saved = True
         except OSError as error:
-            logger.warning("eesd: policy_args.state_file cannot be written: %s", error)
+            if self._state_saved:
+                logger.warning("eesd: policy_args.state_file cannot be written, nothing is kept: %s", error)
+            self._state_saved = False
         if self.stats.rounds:
             logger.info("EESD: %s", self.stats.summary())
