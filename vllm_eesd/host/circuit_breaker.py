@@ -5,7 +5,7 @@ from __future__ import annotations
 import traceback
 from typing import Any
 
-from vllm_eesd.host.compat import get_tp_group, init_logger
+from vllm_eesd.host.config_compat import get_tp_group, init_logger
 
 logger = init_logger("vllm.eesd")
 #: Faults after which speculation stays off until the process is started again.

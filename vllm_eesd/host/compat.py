@@ -1,10 +1,9 @@
-"""The only place that names vLLM's internal types. Importing it imports vLLM."""
+"""The only place that names vLLM's internal types (a config's own: `config_compat`). Importing it imports vLLM."""
 
 from vllm.compilation.backends import set_model_tag
 from vllm.compilation.decorators import support_torch_compile
-from vllm.config import ModelConfig, ParallelConfig, SpeculativeConfig, VllmConfig
+from vllm.config import VllmConfig
 from vllm.distributed.parallel_state import get_tp_group
-from vllm.exceptions import VLLMValidationError
 from vllm.forward_context import (
     create_forward_context,
     get_forward_context,
@@ -38,18 +37,14 @@ __all__ = [
     "LogitsProcessor",
     "MinPLogitsProcessor",
     "MinTokensLogitsProcessor",
-    "ModelConfig",
-    "ParallelConfig",
     "ParallelLMHead",
     "QKVParallelLinear",
     "RMSNorm",
     "ReplicatedLinear",
     "SamplerOutput",
     "SpecDecodeMetadata",
-    "SpeculativeConfig",
     "UnquantizedEmbeddingMethod",
     "UnquantizedLinearMethod",
-    "VLLMValidationError",
     "VllmConfig",
     "create_forward_context",
     "direct_register_custom_op",
