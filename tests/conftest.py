@@ -70,7 +70,7 @@ def pytest_configure(config):
             raise pytest.UsageError(f"{name} wants another process, Triton interpreted or not: .ci/test {name}")
     keep_to_own_cores()
     config.addinivalue_line("markers", "feature(name, outcome): a row of docs/compatibility.md that this test decides")
-    config.addinivalue_line("markers", "fault(kind, number): so many faults are planted; if it passes, survived")
+    config.addinivalue_line("markers", "fault(kind, number): so many are planted; if it passes, survived; bare: some")
     examples = config.getoption("--fuzz-examples")
     settings.register_profile(
         "fuzz",
@@ -128,7 +128,8 @@ def pytest_runtest_makereport(item, call):
     if report.skipped and kind_of_this_process() and not hasattr(report, "wasxfail"):
         if not item.get_closest_marker("gpu"):  # whoever skips here is tested nowhere
             report.outcome, report.longrepr = "failed", f"skipped under the interpreter: {report.longrepr[-1]}"
-    for kind, number in (marker.args for marker in item.iter_markers("fault") if report.when == "call"):
+    planted = [marker.args for marker in item.iter_markers("fault") if marker.args and report.when == "call"]
+    for kind, number in planted:
         COUNTS[f"faults planted: {kind}"] += number
         COUNTS[f"faults survived: {kind}"] += number * report.passed
     report.eesd_counts = dict(COUNTS)

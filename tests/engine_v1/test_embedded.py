@@ -14,6 +14,11 @@ SETTINGS = {
 }
 
 
+@pytest.fixture(autouse=True)
+def ordinary_times(step_times):
+    step_times(draft_step_ms=0.25)
+
+
 @pytest.fixture(scope="module")
 def texts():
     return [json.loads(line)["prompt"] for line in PROMPTS.read_text(encoding="utf-8").splitlines()[:6]]

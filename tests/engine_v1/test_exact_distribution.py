@@ -203,6 +203,7 @@ FAULTY = {
 
 
 @pytest.mark.parametrize("llm", ["probabilistic"], indirect=True)
+@pytest.mark.fault
 def test_faults_while_drafts_are_drawn_bias_nothing(llm, distributions, monkeypatch, counts, drafter_of):
     """A draft must never be verified against the distribution of another one, one that a fault left behind."""
     faults = []

@@ -136,13 +136,14 @@ def test_lora_requests_copy_what_their_text_suggests(engine, random_target, clon
 @pytest.mark.feature("fp8 KV cache", "the same answers")
 def test_an_fp8_kv_cache(engine, greedy, random_target, cloned_head, prompts):
     """The clone of the last layer stays right in every token: the exit layer's own cache is written in fp8, too."""
-    answers = []
-    for spec in (None, SPEC | {"model": cloned_head(random_target, 7, 7)}):
-        with engine(random_target, spec, kv_cache_dtype="fp8") as llm:
-            answers.append(greedy(llm, prompts))
-            if spec:
-                (stats,) = llm.collective_rpc("eesd_stats")
-    assert answers[0] == answers[1]
+    try:
+        with engine(random_target, kv_cache_dtype="fp8") as llm:
+            expected = greedy(llm, prompts)
+    except NotImplementedError as error:  # of plain vLLM: which processors can is its business
+        pytest.skip(f"vLLM: {error}")
+    with engine(random_target, SPEC | {"model": cloned_head(random_target, 7, 7)}, kv_cache_dtype="fp8") as llm:
+        assert greedy(llm, prompts) == expected
+        (stats,) = llm.collective_rpc("eesd_stats")
     assert stats["accepted"] == stats["drafted"] > 100
 
 

@@ -18,8 +18,9 @@ def prompts():
 
 
 @pytest.fixture
-def looks(monkeypatch):
-    """Make a look as expensive as it can be; list the batch size of every one."""
+def looks(monkeypatch, step_times):
+    """Make a look as expensive as it can be, and a draft step as ten forwards; list the batch size of every look."""
+    step_times(draft_step_ms=20)
     seen, begin_round = [], Goodput.begin_round
 
     def counting(self, slots, limits):

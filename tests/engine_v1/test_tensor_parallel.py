@@ -85,7 +85,9 @@ def test_a_fault_on_one_rank_ends_the_engine_cleanly(ran):
     words, left, said = ran
     assert words.get("BROKEN") == "EngineDeadError", said[-4000:]
     assert left == []
-    assert said.count("drafting failed on one of several ranks") == 1
+    # The other rank may see its peer gone before it is ended itself, and then says so, once, of another cause.
+    told = [line for line in said.splitlines() if "drafting failed on one of several ranks" in line]
+    assert sum("RuntimeError: injected" in line for line in told) == 1 and len(told) <= 2, told
 
 
 def test_more_ranks_than_kv_heads(tmp_path):

@@ -18,7 +18,7 @@ host = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(host)
 random_target, eight_token_target, cloned_head = host.random_target, host.eight_token_target, host.cloned_head
 greedy, preemptions = host.greedy, host.preemptions
-host_engine = host.engine
+host_engine, no_faults_but_planted_ones = host.engine, host.no_faults_but_planted_ones
 
 # It would outdo `kv_cache_memory_bytes` below.
 os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)

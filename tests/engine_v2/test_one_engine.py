@@ -19,6 +19,7 @@ K = 4
 #: Short, so that there are few steps; prompts come in chunks.
 OPTIONS = {"max_num_batched_tokens": 48, "async_scheduling": True}
 MAX_TOKENS = 14
+fault = pytest.mark.fault
 #: Where faults are planted: a function, the numbers of its calls that raise, and whether after it did all it does.
 PLACES = {
     "admission and outcomes": [
@@ -185,7 +186,13 @@ def raising(place, calls, after):
         yield
 
 
-@pytest.mark.parametrize("places", PLACES)
+@pytest.mark.parametrize(
+    "places",
+    [
+        pytest.param(name, marks=fault("drafting raises somewhere (V2)", sum(len(calls) for _, calls, _ in places)))
+        for name, places in PLACES.items()
+    ],
+)
 def test_a_fault_anywhere_costs_one_round_of_drafts(llm, greedy, prompts, expected, runner_of, places):
     with contextlib.ExitStack() as planted:
         for place, calls, after in PLACES[places]:
@@ -197,6 +204,7 @@ def test_a_fault_anywhere_costs_one_round_of_drafts(llm, greedy, prompts, expect
     assert stats["accepted"] == stats["drafted"] > 0 and not stats["speculation_off"]
 
 
+@fault("drafting raises until speculation is off (V2)", MAX_FAULTS)
 def test_repeated_faults_switch_speculation_off(llm, greedy, prompts, expected):
     with raising("vllm_eesd.host.v2_draft_steps:DraftSteps._draft", range(10**6), after=True):
         assert greedy(llm, prompts[:3], max_tokens=MAX_TOKENS) == expected
