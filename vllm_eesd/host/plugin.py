@@ -16,7 +16,7 @@ from vllm_eesd.host.v1.proposer import seams as v1_seams
 from vllm_eesd.host.v2.speculator import seams as v2_seams
 
 #: Releases the adapters were written and tested against.
-SUPPORTED_VLLM = ("0.32",)
+SUPPORTED_VLLM = ("0.32", "0.33")
 #: Where seams are installed, in the words of `eesd doctor` and docs/seams.md.
 PLACES: dict[str, Sequence[Seam]] = {
     "every process": engine_seams.SEAMS,

@@ -14,11 +14,16 @@ from vllm_eesd.host.v2.speculator import seams as v2_seams
 
 def _wrap_compile_or_warm_up_model(original: Callable[..., Any]) -> Callable[..., Any]:
     def compile_or_warm_up_model(self):
-        # V1's drafter or, where the V2 runner runs on a CPU, its speculator; vLLM's own have no such method.
-        drafter = getattr(self.model_runner, "drafter", None) or getattr(self.model_runner, "speculator", None)
-        if hasattr(drafter, "profile_costs"):
+        drafter = getattr(self.model_runner, "drafter", None)
+        if hasattr(drafter, "profile_costs"):  # V1's; vLLM's own have no such method
             drafter.profile_costs(self.model_runner)
-        return original(self)  # which resets the random seed
+        times = original(self)  # which resets the random seed
+        # V2's, where that runs on a CPU. A vLLM that warms it up with requests of its own making does so in there:
+        # nothing may be learned from them, and learning begins with this call.
+        speculator = getattr(self.model_runner, "speculator", None)
+        if hasattr(speculator, "profile_costs"):
+            speculator.profile_costs(self.model_runner)
+        return times
 
     return compile_or_warm_up_model
 
@@ -26,7 +31,7 @@ def _wrap_compile_or_warm_up_model(original: Callable[..., Any]) -> Callable[...
 SEAMS = (
     Seam(
         target="vllm.v1.worker.cpu_worker:CPUWorker.compile_or_warm_up_model",
-        digests=("a69f3d323356ee82",),
+        digests=("a69f3d323356ee82", "7ae60223a4c8c28c"),
         wrap=_wrap_compile_or_warm_up_model,
         why="draft lengths follow from what steps cost; they are timed once the model is compiled",
         retired_by="the worker warming up custom_class proposers",

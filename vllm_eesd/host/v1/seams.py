@@ -96,7 +96,7 @@ def _wrap_worker_sample_tokens(original: Callable[..., Any]) -> Callable[..., An
 SEAMS = (
     Seam(
         target="vllm.v1.worker.gpu_model_runner:GPUModelRunner.propose_draft_token_ids",
-        digests=("023963a7816b535d",),
+        digests=("023963a7816b535d", "75d21dfa620c0bec"),
         wrap=_wrap_propose_draft_token_ids,
         why="a custom_class proposer is given token ids only; drafting needs the block table and the requests",
         retired_by="the runner passing itself to custom proposers",
@@ -130,7 +130,7 @@ SEAMS = (
     ),
     Seam(
         target="vllm.v1.sample.rejection_sampler:rejection_sample",
-        digests=("54d0b63f8ee6c0a5",),
+        digests=("54d0b63f8ee6c0a5", "a317d672313b9107"),
         wrap=_wrap_rejection_sample,
         why="on a CPU 0.32 accepts placeholder drafts (-1) by stray memory: a request joining with one token is biased",
         retired_by="rejection_random_sample_kernel_impl in vLLM's CPU kernels rejecting negative draft tokens",

@@ -102,6 +102,7 @@ def _num_values(reallocate: Callable[..., Any]) -> int:
     Raises:
         RuntimeError: neither three (vLLM 0.32) nor four (0.33).
     """
+    # Until vLLM 0.33: three. Then there is nothing to ask.
     annotation = inspect.signature(reallocate).return_annotation
     num_values = len(get_args(annotation))
     if num_values not in (3, 4):

@@ -115,7 +115,7 @@ def _wrap_verify(original: Callable[..., Any]) -> Callable[..., Any]:
 SEAMS = (
     Seam(
         target=f"{_RUNNER}:init_speculator",
-        digests=("0157d01f67a9521c",),
+        digests=("0157d01f67a9521c", "be5ae4530ae0d2d5"),
         wrap=_wrap_init_speculator,
         why="vLLM's factory of speculators knows a closed list of methods",
         retired_by="a registry of speculators that plugins can add to",
@@ -123,7 +123,7 @@ SEAMS = (
     ),
     Seam(
         target=f"{_RUNNER}:maybe_create_adaptive_verification_manager",
-        digests=("cc90eebbc5014914",),
+        digests=("cc90eebbc5014914", "b80e765f96012a5f"),
         wrap=_wrap_create_verification_manager,
         why="drafts have a length per request; asynchronous scheduling plans the longest for everybody",
         retired_by="a speculator saying how many of its drafts are to be verified",
@@ -154,14 +154,14 @@ SEAMS = (
     ),
     Seam(
         target="vllm.v1.worker.gpu.spec_decode.rejection_sampler:RejectionSampler._verify",
-        digests=("99b80e0119dd3836",),
+        digests=("99b80e0119dd3836", "0f120715b6e5140a"),
         wrap=_wrap_verify,
         why="with temperatures alone one kernel reads the logits once, instead of a float32 copy of them several times",
         retired_by="vLLM's rejection kernels taking the temperature themselves",
     ),
     Seam(
         target="vllm.v1.worker.gpu_worker:Worker.compile_or_warm_up_model",
-        digests=("d592d786aa2c38b1",),
+        digests=("d592d786aa2c38b1", "e391caa5569708f3"),
         wrap=_wrap_compile_or_warm_up_model,
         why="draft lengths follow from what steps cost; they are timed once the CUDA graphs are captured",
         retired_by="the worker telling a speculator that it is warmed up",

@@ -137,6 +137,7 @@ class EarlyExitSpeculator(DraftSteps):
         """
         self.warm_up(runner)
         self.rounds.forget_requests()
+        # Until vLLM 0.33: no `suppress`. It counts the experts that forwards choose, of the dummy runs as well.
         suppress = getattr(getattr(runner, "eplb", None), "suppress", contextlib.nullcontext)
         with suppress():  # vLLM 0.33 counts the experts that forwards choose, of the dummy runs as well
             profile_costs(runner, self, self.policy.costs)

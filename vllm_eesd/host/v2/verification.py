@@ -56,7 +56,8 @@ def can_verify(rejection_sampler: Any) -> bool:
     return (
         rejection_sampler.watermark_key is None
         and rejection_sampler.synthetic_conditional_rates is None
-        and not getattr(rejection_sampler, "fly_window_size", 0)  # vLLM 0.33's lossy verification
+        # Until vLLM 0.33: no such attribute. It is of FLy, a lossy verification.
+        and not getattr(rejection_sampler, "fly_window_size", 0)
         and not sampler.use_fp64_gumbel
         and not sampler.return_sampling_mask
         and sampler.trace_replay_state is None
