@@ -139,7 +139,7 @@ class EarlyExitSpeculator(DraftSteps):
         self.rounds.forget_requests()
         # Until vLLM 0.33: no `suppress`. It counts the experts that forwards choose, of the dummy runs as well.
         suppress = getattr(getattr(runner, "eplb", None), "suppress", contextlib.nullcontext)
-        with suppress():  # vLLM 0.33 counts the experts that forwards choose, of the dummy runs as well
+        with suppress():
             profile_costs(runner, self, self.policy.costs)
         self.rounds.learns = True
 
