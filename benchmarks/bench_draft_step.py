@@ -116,7 +116,8 @@ def measure(model: str, head: Path, dtype: str) -> dict:
 def time_steps(model: str, head: str, dtype: str) -> dict:
     """Return medians in ms: of draft steps of BATCHES rows, and of the target's forward over as many tokens."""
     from vllm import LLM
-    from vllm_eesd.host.v1.proposer.cost_profile import draft_call, forward_call
+
+    from vllm_eesd.host.v1.cost_profile import draft_call, forward_call
 
     spec = {"method": "eesd", "model": head, "num_speculative_tokens": 8}
     llm = LLM(model, dtype=dtype, speculative_config=spec, distributed_executor_backend="uni", max_model_len=512,

@@ -96,7 +96,7 @@ def eesd_v1(sampled: bool, num_drafts: int, batch: int) -> Callable:
     """Return EESD's own path through Model Runner V1's sampling step on a CPU; takes one set of inputs."""
     from vllm.v1.sample.sampler import Sampler
 
-    from vllm_eesd.host.v1.proposer import verification
+    from vllm_eesd.host.v1 import verification
 
     drafts = _v1_drafts(num_drafts, batch)
     rows = SimpleNamespace(sampling_metadata=_v1_sampling(batch, sampled), req_ids=list(map(str, range(batch))))

@@ -170,8 +170,8 @@ def step_times(monkeypatch):
     What `goodput` drafts hangs on these times, so a test of how much is drafted may not take the machine's.
     """
     from vllm_eesd.host import cost_profile
-    from vllm_eesd.host.v1.proposer import draft_rows
-    from vllm_eesd.host.v1.proposer import proposer as v1
+    from vllm_eesd.host.v1 import draft_rows
+    from vllm_eesd.host.v1 import proposer as v1
 
     def set_them(draft_step_ms):
         for module, ms in ((cost_profile, 1), (v1, 1), (draft_rows, draft_step_ms)):

@@ -13,8 +13,8 @@ from vllm_eesd.kernels.cpu import rejection as rejection_reference
 
 from vllm_eesd.config import EESDConfig
 from vllm_eesd.host import circuit_breaker
+from vllm_eesd.host.v1 import verification
 from vllm_eesd.host.v1.draft_sampling import DraftSampling
-from vllm_eesd.host.v1.proposer import verification
 from vllm_eesd.policy import CostModel
 
 #: Some tokens of the vocabulary twice and some not at all, so that penalties differ between tokens.

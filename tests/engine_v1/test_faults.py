@@ -224,8 +224,8 @@ def test_drafts_are_right_again_afterwards(served, greedy, prompts, expected):
 
 @fault("the clock jumps, back too, or says NaN", 1)
 def test_a_clock_that_jumps(served, greedy, prompts, expected, monkeypatch):
-    from vllm_eesd.host.v1.proposer import draft_rows
-    from vllm_eesd.host.v1.proposer import proposer as v1
+    from vllm_eesd.host.v1 import draft_rows
+    from vllm_eesd.host.v1 import proposer as v1
     from vllm_eesd.round import outcome
 
     llm, drafter, *_ = served

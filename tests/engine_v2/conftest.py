@@ -82,9 +82,9 @@ def force_kernels():
     def force(patch, exit_head_rows=None):
         if not torch.cuda.is_available():
             import vllm.v1.worker.cpu.shm  # noqa: F401  # as the worker: before anything of V2
-        from vllm_eesd.host.v2.speculator import kernel_choice
-        from vllm_eesd.host.v2.speculator import kernel_ops as v2_kernels
-        from vllm_eesd.host.v2.speculator import kv_fill as v2_kv_fill
+        from vllm_eesd.host.v2 import kernel_choice
+        from vllm_eesd.host.v2 import kernel_ops as v2_kernels
+        from vllm_eesd.host.v2 import kv_fill as v2_kv_fill
 
         calls = collections.Counter()
 

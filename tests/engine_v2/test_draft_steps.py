@@ -29,9 +29,9 @@ class NoWaiting(TorchDispatchMode):
 def modules():
     if not torch.cuda.is_available():
         import vllm.v1.worker.cpu.shm  # noqa: F401  # as the worker: before anything of V2
-    from vllm_eesd.host.v2.speculator import draft_steps as v2_draft_steps
-    from vllm_eesd.host.v2.speculator import ragged as v2_ragged
-    from vllm_eesd.host.v2.speculator import verification as v2_verification
+    from vllm_eesd.host.v2 import draft_steps as v2_draft_steps
+    from vllm_eesd.host.v2 import ragged as v2_ragged
+    from vllm_eesd.host.v2 import verification as v2_verification
 
     return SimpleNamespace(steps=v2_draft_steps, ragged=v2_ragged, verification=v2_verification)
 

@@ -150,9 +150,8 @@ def check_start(seen, runner):
 
 
 def fresh_policy(runner):
-    from vllm_eesd.host.v1.proposer import build_dispatch
 
-    return build_dispatch(runner.vllm_config.speculative_config, runner.max_num_reqs)
+    return build_policy_of(runner.vllm_config.speculative_config, runner.max_num_reqs)
 
 
 def check_plants(llm, speculator, generate, expected):

@@ -58,7 +58,7 @@ def test_headless_at_the_last_layer_accepts_everything(engine, greedy, random_ta
 
 def into_other_slots(patch):
     """Within their block, or the interpreter would write anywhere; two neighbours could trade places unnoticed."""
-    from vllm_eesd.host.v2.speculator import kv_fill as v2_kv_fill
+    from vllm_eesd.host.v2 import kv_fill as v2_kv_fill
 
     fill = v2_kv_fill.kv_fill_kernel.kv_fill
 
@@ -70,7 +70,7 @@ def into_other_slots(patch):
 
 
 def at_other_positions(patch):
-    from vllm_eesd.host.v2.speculator import kv_fill as v2_kv_fill
+    from vllm_eesd.host.v2 import kv_fill as v2_kv_fill
 
     fill = v2_kv_fill.kv_fill_kernel.kv_fill
     patch.setattr(
@@ -81,7 +81,7 @@ def at_other_positions(patch):
 
 
 def of_another_row(patch):
-    from vllm_eesd.host.v2.speculator import kernel_ops as v2_kernels
+    from vllm_eesd.host.v2 import kernel_ops as v2_kernels
 
     choose = v2_kernels.exit_head_kernel.exit_head
     patch.setattr(
@@ -129,7 +129,7 @@ def change(owner, path, value):
 )
 def test_what_exit_head_cannot_do_is_left_to_vllm(monkeypatch, path, value, obstacle):
     from vllm_eesd.host.compat import UnquantizedEmbeddingMethod
-    from vllm_eesd.host.v2.speculator import kernel_ops as v2_kernels
+    from vllm_eesd.host.v2 import kernel_ops as v2_kernels
 
     lm_head = SimpleNamespace(quant_method=UnquantizedEmbeddingMethod(), weight=torch.zeros(8, 4), bias=None)
     processor = SimpleNamespace(scale=1.0, soft_cap=None, head_dtype=None, org_vocab_size=7)
@@ -152,7 +152,7 @@ def test_what_exit_head_cannot_do_is_left_to_vllm(monkeypatch, path, value, obst
     ],
 )
 def test_what_kv_fill_cannot_do_is_left_to_vllm(path, value, obstacle):
-    from vllm_eesd.host.v2.speculator import kv_fill as v2_kv_fill
+    from vllm_eesd.host.v2 import kv_fill as v2_kv_fill
 
     backend = SimpleNamespace(name="FLASH_ATTN", get_name=lambda: backend.name)
     attention = SimpleNamespace(attn_backend=backend, kv_cache_dtype="auto", head_size=32, head_size_v=32)

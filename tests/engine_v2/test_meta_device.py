@@ -30,7 +30,7 @@ class OnlyMeta(TorchDispatchMode):
 def steps():
     if not torch.cuda.is_available():
         import vllm.v1.worker.cpu.shm  # noqa: F401  # as the worker: before anything of V2
-    from vllm_eesd.host.v2.speculator import draft_steps as v2_draft_steps
+    from vllm_eesd.host.v2 import draft_steps as v2_draft_steps
 
     return v2_draft_steps
 

@@ -110,7 +110,7 @@ def test_verified_tokens_are_those_of_vllms_sampler(llm, prompts, runner_of, mon
     """Greedy and seeded requests in one batch, judged by EESD's kernels and by vLLM's."""
     from vllm import SamplingParams
 
-    from vllm_eesd.host.v2.speculator import verification as v2_verification
+    from vllm_eesd.host.v2 import verification as v2_verification
 
     calls = []
     monkeypatch.setattr(

@@ -14,7 +14,7 @@ K = 3
 def v2():
     if not torch.cuda.is_available():
         import vllm.v1.worker.cpu.shm  # noqa: F401  # as the worker: before anything of V2
-    from vllm_eesd.host.v2.speculator import speculator as v2
+    from vllm_eesd.host.v2 import speculator as v2
 
     return v2
 

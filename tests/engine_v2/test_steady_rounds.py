@@ -85,11 +85,11 @@ class Event:
 
 @contextlib.contextmanager
 def watching(patch):
+    from vllm_eesd.host.v2 import readback as v2_lag
+    from vllm_eesd.host.v2 import speculator as v2
+    from vllm_eesd.host.v2 import trace as v2_trace
     from vllm_eesd.host.v2.draft_steps import DraftSteps
     from vllm_eesd.host.v2.lengths import Rounds
-    from vllm_eesd.host.v2.speculator import readback as v2_lag
-    from vllm_eesd.host.v2.speculator import speculator as v2
-    from vllm_eesd.host.v2.speculator import trace as v2_trace
 
     watch = Watch()
 

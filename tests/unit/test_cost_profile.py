@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from vllm_eesd.host import cost_profile
-from vllm_eesd.host.v2.speculator import cost_profile as v2_cost_profile
-from vllm_eesd.host.v2.speculator import readback as v2_lag
+from vllm_eesd.host.v2 import cost_profile as v2_cost_profile
+from vllm_eesd.host.v2 import readback as v2_lag
 
 #: What the host takes to prepare a step, and the device to run the target's and a draft step.
 HOST_MS, FORWARD_MS, DRAFT_MS = 1.0, 4.0, 0.7

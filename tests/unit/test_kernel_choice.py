@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from vllm_eesd.host.v2 import kernel_choice
 from vllm_eesd.host.v2.kernel_choice import Timing
-from vllm_eesd.host.v2.speculator import kernel_choice
 
 
 @pytest.mark.parametrize(("limit", "sizes"), [(1, [1]), (2, [1, 2]), (24, [1, 2, 4, 8, 16, 24]), (8, [1, 2, 4, 8])])

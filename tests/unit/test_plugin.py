@@ -12,7 +12,7 @@ import pytest
 import vllm
 
 from vllm_eesd.host import engine_seams, plugin, seams, vllm_source, worker_seams
-from vllm_eesd.host.v1.proposer import seams as v1_seams
+from vllm_eesd.host.v1 import seams as v1_seams
 
 SEAMS = [seam for records in plugin.PLACES.values() for seam in records]
 TARGETS = [seam.target for seam in SEAMS]

@@ -10,10 +10,10 @@ import torch
 from vllm_eesd.config import EESDConfig
 from vllm_eesd.exit_head.checkpoint import ExitHeadConfig, Verifier
 from vllm_eesd.host import round_setup
+from vllm_eesd.host.v2 import readback as v2_lag
+from vllm_eesd.host.v2 import trace as v2_trace
 from vllm_eesd.host.v2.lengths import SHARE_TIMES_EVERY, Rounds
 from vllm_eesd.host.v2.readback import LAG
-from vllm_eesd.host.v2.speculator import readback as v2_lag
-from vllm_eesd.host.v2.speculator import trace as v2_trace
 from vllm_eesd.policy.guard import Guard
 from vllm_eesd.round import outcome
 from vllm_eesd.round_trace import Judged

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from vllm_eesd.host import engine_seams, seams, worker_seams
 from vllm_eesd.host.environment import read_platform, read_runner
 from vllm_eesd.host.seams import Seam, SeamStatus
-from vllm_eesd.host.v1.proposer import seams as v1_seams
-from vllm_eesd.host.v2.speculator import seams as v2_seams
+from vllm_eesd.host.v1 import seams as v1_seams
+from vllm_eesd.host.v2 import seams as v2_seams
 
 #: Releases the adapters were written and tested against.
 SUPPORTED_VLLM = ("0.32", "0.33")

@@ -8,8 +8,8 @@ from typing import Any
 from vllm_eesd.host import seams
 from vllm_eesd.host.environment import read_platform
 from vllm_eesd.host.seams import Seam
-from vllm_eesd.host.v1.proposer import seams as v1_seams
-from vllm_eesd.host.v2.speculator import seams as v2_seams
+from vllm_eesd.host.v1 import seams as v1_seams
+from vllm_eesd.host.v2 import seams as v2_seams
 
 
 def _wrap_compile_or_warm_up_model(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -21,12 +21,12 @@ from vllm_eesd.host.model.draft_step import DraftStep, compile_draft_step
 from vllm_eesd.host.model.exit_head import HEAD_CLASSES, ExitHead
 from vllm_eesd.host.round_setup import agree_on_times, build_policy_of, open_trace
 from vllm_eesd.host.speculative import EESDSpeculativeConfig
+from vllm_eesd.host.v1 import verification
 from vllm_eesd.host.v1.batch import V1Step
+from vllm_eesd.host.v1.cost_profile import profile_costs
 from vllm_eesd.host.v1.draft_rows import DraftRows
 from vllm_eesd.host.v1.draft_sampling import DraftSampling
-from vllm_eesd.host.v1.proposer import verification
-from vllm_eesd.host.v1.proposer.cost_profile import profile_costs
-from vllm_eesd.host.v1.proposer.requests import BatchRequests
+from vllm_eesd.host.v1.requests import BatchRequests
 from vllm_eesd.policy import DraftLengthPolicy, Outcome
 from vllm_eesd.round.counters import DraftStats
 from vllm_eesd.round.draft import DraftRound, draft_tokens

@@ -20,8 +20,8 @@ from vllm_eesd.host.compat import (
 )
 from vllm_eesd.host.model.draft_step import DYNAMIC, DraftLayers
 from vllm_eesd.host.model.layers import is_plain_norm, summed
+from vllm_eesd.host.v2 import kernel_choice
 from vllm_eesd.host.v2.kernel_choice import Timer, Timing
-from vllm_eesd.host.v2.speculator import kernel_choice
 from vllm_eesd.kernels.gpu import exit_head as exit_head_kernel
 
 

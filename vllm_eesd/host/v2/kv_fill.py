@@ -14,9 +14,9 @@ import torch
 from vllm_eesd.host.compat import VllmConfig, direct_register_custom_op, get_forward_context
 from vllm_eesd.host.model.exit_head import ExitHead
 from vllm_eesd.host.model.layers import is_plain_norm
+from vllm_eesd.host.v2 import kernel_choice
 from vllm_eesd.host.v2.compat import RotaryEmbedding
 from vllm_eesd.host.v2.kernel_choice import Timer, Timing
-from vllm_eesd.host.v2.speculator import kernel_choice
 from vllm_eesd.kernels.gpu import kv_fill as kv_fill_kernel
 
 #: Tokens of a forward at which `kv_fill` is timed, decoding and prompts; one graph serves all, so it must win at each.

@@ -15,15 +15,15 @@ from vllm_eesd.host.metrics import publish
 from vllm_eesd.host.model.draft_step import DraftStep, compile_draft_step
 from vllm_eesd.host.model.exit_head import HEAD_CLASSES, ExitHead
 from vllm_eesd.host.speculative import EESDSpeculativeConfig
+from vllm_eesd.host.v2 import kernel_choice
 from vllm_eesd.host.v2.compat import dispatch_cg_and_sync_dp, gpu_sync_allowed
+from vllm_eesd.host.v2.cost_profile import profile_costs
 from vllm_eesd.host.v2.draft_steps import DraftSteps, TargetStep
 from vllm_eesd.host.v2.kernel_ops import KernelDraftStep, exit_head_rows
 from vllm_eesd.host.v2.kv_fill import use_kv_fill
 from vllm_eesd.host.v2.lengths import Rounds
 from vllm_eesd.host.v2.ragged import RaggedVerification
 from vllm_eesd.host.v2.readback import Timestamps, copy_to_host
-from vllm_eesd.host.v2.speculator import kernel_choice
-from vllm_eesd.host.v2.speculator.cost_profile import profile_costs
 from vllm_eesd.host.v2.trace import tokens_of_step
 from vllm_eesd.host.v2.verification import Verification, can_verify, only_temperature, warm_up
 from vllm_eesd.policy import DraftLengthPolicy
