@@ -238,7 +238,7 @@ def test_faults_while_drafts_are_drawn_bias_nothing(llm, distributions, monkeypa
     counts["planted faults survived"] += len(faults)
 
 
-@pytest.mark.feature("sampling, n-gram continuations", "the same distribution")
+@pytest.mark.feature("sampling, n-gram drafts", "the same distribution")
 @pytest.mark.parametrize("llm", DRAFT_SAMPLE_METHODS, indirect=True)
 @pytest.mark.parametrize("names", [OURS, tuple(SAMPLINGS)], ids=["ours", "vllm"])
 def test_ngram_drafts(llm, distributions, every_ngram_taken, names):

@@ -102,7 +102,7 @@ def test_lora_requests_are_served_right_and_draft_nothing(
     assert answers[0][0] != answers[0][2]  # the adapter does something
 
 
-@pytest.mark.feature("LoRA on the target, n-gram continuations", "the same answers")
+@pytest.mark.feature("LoRA on the target, n-gram drafts", "the same answers")
 def test_lora_requests_copy_what_their_text_suggests(engine, random_target, cloned_head, adapter, everything_copied):
     from vllm import SamplingParams
     from vllm.lora.request import LoRARequest

@@ -150,6 +150,7 @@ def check_start(seen, runner):
 
 
 def fresh_policy(runner):
+    from vllm_eesd.host.round_setup import build_policy_of
 
     return build_policy_of(runner.vllm_config.speculative_config, runner.max_num_reqs)
 

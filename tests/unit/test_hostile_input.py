@@ -124,7 +124,6 @@ def test_request_options(refused_or_fine, extra_args):
         options = RequestOptions.parse(extra_args)
         assert isinstance(options.enabled, bool)
         assert isinstance(options.max_draft_tokens, int) and 0 <= options.max_draft_tokens <= MAX_SPECULATIVE_TOKENS
-        assert options.policy is None or options.policy in POLICIES
 
 
 # --- head directories

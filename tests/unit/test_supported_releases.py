@@ -12,11 +12,11 @@ from vllm_eesd.host.plugin import PLACES, SUPPORTED_VLLM
 REPOSITORY = Path(__file__).resolve().parents[2]
 HOST = REPOSITORY / "vllm_eesd" / "host"
 SEAMS = [seam for records in PLACES.values() for seam in records]
-#: Code for a release that lacks what a newer one has: (file, function) and the release from which nobody needs it.
+#: Code for a release that lacks what a newer one has: (file, function) and the release from which it is not needed.
 BRANCHES = {
-    ("v2.py", "profile_costs"): "0.33",
-    ("v2_ragged.py", "_num_values"): "0.33",
-    ("v2_verification.py", "can_verify"): "0.33",
+    ("v2/speculator.py", "profile_costs"): "0.33",
+    ("v2/ragged.py", "_num_values"): "0.33",
+    ("v2/verification.py", "can_verify"): "0.33",
 }
 #: How such a place is marked, in the branch itself.
 MARK = re.compile(r"# Until vLLM (\d+\.\d+)\b")
@@ -47,18 +47,19 @@ def reviewed():
 def marked():
     """{(file, function): release} of every marked branch."""
     found = {}
-    for path in sorted(HOST.glob("*.py")):
+    for path in sorted(HOST.rglob("*.py")):
         lines = path.read_text(encoding="utf-8").splitlines()
         functions = [n for n in ast.walk(ast.parse("\n".join(lines))) if isinstance(n, ast.FunctionDef)]
         for number, line in enumerate(lines, 1):
             if match := MARK.search(line):
                 inside = [f for f in functions if f.lineno <= number <= f.end_lineno]
-                found[path.name, max(inside, key=lambda f: f.lineno).name if inside else ""] = match[1]
+                function = max(inside, key=lambda f: f.lineno).name if inside else ""
+                found[path.relative_to(HOST).as_posix(), function] = match[1]
     return found
 
 
 def superfluous(lower_bound):
-    """The branches that nobody needs where no release older than `lower_bound` is supported."""
+    """The branches that are not needed where no release older than `lower_bound` is supported."""
     return [place for place, until in marked().items() if release(until) <= release(lower_bound)]
 
 
