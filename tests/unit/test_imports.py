@@ -129,6 +129,25 @@ def test_a_circle_is_found():
     assert circles(edges) == {frozenset(pair) for pair in ("ab", "bc", "ac")}
 
 
+def runners_that_meet(source, module, is_package=False):
+    """What a module of one model runner imports of the other's."""
+    other = {"v1": "v2", "v2": "v1"}.get((module.split(".") + ["", ""])[2] if ".host." in module else "")
+    named = [f"{base}.{name}" for base, name in sorted(imports(source, module, is_package))]
+    return [name for name in named if other and f"{name}.".startswith(f"{PACKAGE}.host.{other}.")]
+
+
+def test_neither_model_runner_imports_the_other():
+    wrong = [
+        (module, name)
+        for path, module in modules()
+        for name in runners_that_meet(path.read_text(encoding="utf-8"), module, path.name == "__init__.py")
+    ]
+    assert wrong == []
+    planted = "from vllm_eesd.host.v1.batch import V1Step", "from vllm_eesd.host import v1", "from ..v1 import seams"
+    assert all(runners_that_meet(line, "vllm_eesd.host.v2.lengths") for line in planted)
+    assert not runners_that_meet(planted[0], "vllm_eesd.host.v1.requests")
+
+
 def test_every_part_has_a_rule():
     assert {part_of(module) for _, module in modules()} <= set(ALLOWED_PARTS)
 
