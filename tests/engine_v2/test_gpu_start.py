@@ -39,13 +39,12 @@ def prompts():
 
 @pytest.fixture(scope="module")
 def generate(prompts):
-    """Return generate(llm, policy=None): token ids of every prompt."""
+    """Return generate(llm): token ids of every prompt."""
 
-    def run(llm, policy=None):
+    def run(llm):
         from vllm import SamplingParams
 
         common = {"temperature": 0, "ignore_eos": True, "detokenize": False}
-        common["extra_args"] = {"eesd_policy": policy} if policy else None
         params = [SamplingParams(max_tokens=n, **common) for n in NUM_TOKENS]
         outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
         return [tuple(output.outputs[0].token_ids) for output in outputs]
@@ -65,10 +64,11 @@ def spec(random_target, cloned_head):
     return {"method": "eesd", "num_speculative_tokens": K, "policy": "fixed", "model": cloned_head(random_target, 7, 7)}
 
 
-def outcome(llm, generate, policy=None):
+def outcome(llm, generate, policy="fixed"):
     """(answers, tokens drafted, tokens accepted)."""
+    llm.collective_rpc("eesd_use_policy", args=(policy,))
     llm.collective_rpc("eesd_reset_stats")
-    answers = generate(llm, policy)
+    answers = generate(llm)
     (stats,) = llm.collective_rpc("eesd_stats")
     assert not stats["drafter_faults"]
     return answers, stats["drafted"], stats["accepted"]

@@ -73,7 +73,7 @@ def test_costs_are_timed_while_vllm_counts_no_experts(v2, speculator, monkeypatc
         yield
         calls.append("count again")
 
-    monkeypatch.setattr(v2, "profile_v2_costs", lambda *args: calls.append("time"))
+    monkeypatch.setattr(v2, "profile_costs", lambda *args: calls.append("time"))
     speculator.warm_up = lambda runner: calls.append("compile")
     speculator.rounds = SimpleNamespace(forget_requests=lambda: None, learns=False, policy=SimpleNamespace(costs=None))
     speculator.profile_costs(SimpleNamespace(eplb=SimpleNamespace()))
