@@ -47,7 +47,7 @@ class ConfidenceArgs(PolicyArgs):
     """The settings of `confidence`.
 
     Attributes:
-        threshold: the least confidence to go on behind, in [0, 1]; transformers' assistant_confidence_threshold.
+        threshold: the least confidence to go on after, in [0, 1]; transformers' assistant_confidence_threshold.
     """
 
     threshold: float = 0.4
@@ -139,7 +139,7 @@ def check_trace_file(path: Any) -> None:
 
 def _try_to_write(path: str) -> None:
     try:
-        # Without waiting: a pipe that nobody reads is refused.
+        # Without waiting: a pipe without a reader is refused.
         os.close(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NONBLOCK))
     except FileNotFoundError:
         folder = os.path.dirname(os.path.realpath(path)) if not path.endswith("/") else path

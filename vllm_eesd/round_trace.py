@@ -16,7 +16,7 @@ and one line per request and round, in the order the target judged them:
 
 The posterior and the costs are those the round was drafted with, the times were measured (on Model Runner V2 by the
 device; "at_s" is the host's clock, which runs ahead of it). A prompt's chunks and a request's first token are no
-rounds. On V2 a last round may pass its request's end, and one behind a fault is left out. Whoever is behind `request`
+rounds. On V2 a last round may pass its request's end, and one after a fault is left out. Whose `request` it is
 and what was generated can be read from the file: it is as confidential as the requests are.
 """
 
@@ -190,7 +190,7 @@ class RoundTrace:
         with self._flushing:
             with self._lock:
                 waiting = list(self._waiting)
-            # In order: what is behind a step that is under way waits with it.
+            # In order: what follows a step that is under way waits with it.
             known = list(takewhile(lambda pair: pair[1] is not None, ((step, step["verdict"]()) for step in waiting)))
             with self._lock:
                 del self._waiting[: len(known)]
@@ -246,7 +246,7 @@ def read_rounds(path: str | os.PathLike) -> list[dict[str, Any]]:
         OSError: no such file.
     """
     with open(path, encoding="utf-8", errors="replace") as file:
-        lines = file.read().split("\n")[:-1]  # behind the last line end stands nothing, or half a line
+        lines = file.read().split("\n")[:-1]  # after the last line end stands nothing, or half a line
     rounds = []
     for number, line in enumerate(lines, start=1):
         try:

@@ -12,7 +12,7 @@ Every further line is a request:
 
 At emitted position t a greedy draft of K tokens was made. `matches[t]` of them, from the left, are what the target
 emitted next; `confidences[t * K + j]` is draft token j + 1's probability in thousandths. `emitted[t]` is the token
-that draft was made behind. `prompt` and `emitted` may be left out together, and are not in version 1: such a request
+that draft follows. `prompt` and `emitted` may be left out together, and are not in version 1: such a request
 is replayed without n-gram continuations, which are made of the text.
 """
 
@@ -50,7 +50,7 @@ class RequestTrace:
         matches: [T] int64, how many leading tokens of the draft made there the target emitted, 0..K.
         confidences: [T, K] float32, the draft tokens' probabilities.
         prompt: [any] int32, its token ids; None where the text was not recorded.
-        emitted: [T or more] int32, from the token that position 0 stands behind; None with `prompt`.
+        emitted: [T or more] int32, from the token that position 0 follows; None with `prompt`.
     """
 
     matches: np.ndarray
@@ -124,7 +124,7 @@ class DenseRecorder:
         Args:
             request_ids: of the batch's rows, all begun.
             emitted: the token each row emitted, or none (a prompt chunk).
-            drafts: what each row would have drafted behind it.
+            drafts: what each row would have drafted after it.
             confidences: [num_rows, K or more] float32.
         """
         depth = self.num_speculative_tokens

@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from pack_text import HELD_OUT, is_held_out, source_files  # noqa: E402
 
 MIN_TOKENS, MAX_TOKENS = 60, 160
-# A function with less behind the cut leaves little to complete.
+# A function with less after the cut leaves little to complete.
 MIN_LINES_LEFT = 4
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
@@ -72,7 +72,7 @@ def next_prompt(queue: list[tuple[str, Path]], num_tokens: Callable[[str], int])
 
 
 def cuts(lines: list[str]) -> Iterator[tuple[int, int]]:
-    """Yield (start, end) line ranges, end exclusive: every start and every natural place to stop behind it."""
+    """Yield (start, end) line ranges, end exclusive: every start and every natural place to stop after it."""
     top_level = ast.parse("\n".join(lines)).body
     definitions = [node for node in top_level if isinstance(node, (*FUNCTIONS, ast.ClassDef))]
     starts = [0, *(min([node.lineno, *(d.lineno for d in node.decorator_list)]) - 1 for node in definitions)]

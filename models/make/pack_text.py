@@ -218,7 +218,7 @@ def pack(work: Path, wheels: Path | None, tokenizer_of: Path | None, vocab_size:
     """Write the tokenizer, `train.bin`, `held_out.bin` and `data.json`.
 
     Args:
-        wheels: folder of wheels to read besides what is installed.
+        wheels: folder of wheels to read in addition to what is installed.
         tokenizer_of: directory of a model whose tokenizer is taken; None trains one.
     """
     work.mkdir(parents=True, exist_ok=True)

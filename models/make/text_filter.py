@@ -48,7 +48,7 @@ def without_licence_header(text: str) -> str:
 
 
 def is_clean(name: str, text: str) -> bool:
-    """Return whether a file is code that somebody wrote: no test, no table, nothing generated."""
+    """Return whether a file is code written by hand: no test, no table, nothing generated."""
     base = name.rsplit("/", 1)[-1]
     if base.startswith(("test_", "conftest", "_version", "setup.")) or base.endswith(("_test.py", "_pb2.py")):
         return False

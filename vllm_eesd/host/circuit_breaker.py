@@ -17,7 +17,7 @@ FORGIVEN_AFTER_ROUNDS = 1000
 class CircuitBreaker:
     """Counts the rounds in which drafting raised; the `MAX_FAULTS`-th opens it for good.
 
-    **Why a failed round cannot change the output.** What a round leaves behind is K/V in the slots of tokens that are
+    **Why a failed round cannot change the output.** What a round leaves is K/V in the slots of tokens that are
     not computed yet, from the bonus token's on: of the target's layers below N, and of the exit layer. That is also
     what a rejected draft leaves. No token attends past its own position, a position's slots are written by the target's
     forward (exit layer included) before anything there is read, vLLM caches a block for other requests only when all
@@ -70,7 +70,7 @@ class CircuitBreaker:
                 cause,
             )
         else:
-            logger.warning("eesd: drafting failed, nobody drafts in this round; requests go on: %s", cause)
+            logger.warning("eesd: drafting failed, no request drafts in this round; requests go on: %s", cause)
         logger.debug("eesd: the fault in full", exc_info=error)
 
     def as_dict(self) -> dict[str, Any]:

@@ -120,7 +120,7 @@ def _publish_on(directory: str, engine: int, reference: weakref.ref[DraftStats],
             try:
                 _replace(path, json.dumps(figures))
             except OSError:
-                return  # removed: whoever read it has ended, or is on another machine
+                return  # removed: its reader has ended, or is on another machine
             last = figures
         pause.wait(PUBLISH_EVERY_S)
     path.unlink(missing_ok=True)

@@ -49,7 +49,7 @@ class _Finder(MetaPathFinder):
                 sys.meta_path.insert(0, self)
 
     def run(self, module: ModuleType) -> None:
-        """Nothing an action raises may reach whoever imports the module."""
+        """Nothing an action raises may reach the code that imports the module."""
         for action in self._actions.get(module.__name__, ()):
             try:
                 action(module)
@@ -75,7 +75,7 @@ _FINDER = _Finder()
 
 
 def when_imported(name: str, action: Action) -> None:
-    """Call `action` with module `name`: now if it is imported, else before whoever imports it gets it.
+    """Call `action` with module `name`: now if it is imported, else before its importer gets it.
 
     It may be called more than once, and from another thread: that must not matter. An action equal to one that waits
     already is not kept twice.

@@ -98,7 +98,7 @@ def _misfit(seam: Seam, read: vllm_source.Reader) -> str:
 
 
 def _replaced(seam: Seam) -> str:
-    """Say who else has put another function there; "" where nobody has, or the module is not imported yet."""
+    """Say who else has put another function there; "" if it is vLLM's own, or the module is not imported yet."""
     module = sys.modules.get(seam.module)
     if module is None or getattr(getattr(module, "__spec__", None), "_initializing", False):
         return ""
@@ -121,7 +121,7 @@ def _locate(module: ModuleType, qualified: str) -> tuple[type | ModuleType, str,
 
 
 def _function_of(raw: Any) -> Callable[..., Any]:
-    """Return the plain function behind a method, static method or property."""
+    """Return the plain function of a method, static method or property."""
     if isinstance(raw, property):
         return raw.fget
     return getattr(raw, "__func__", raw)
@@ -154,7 +154,7 @@ class _Installation:
 
 
 def install_on_import(seam: Seam, otherwise: Callable[[str], None]) -> None:
-    """Wrap the seam's target as soon as its module is imported, by whoever does it; a second call changes nothing.
+    """Wrap the seam's target as soon as its module is imported; a second call changes nothing.
 
     Args:
         otherwise: called with the reason where that fails; nothing is raised.

@@ -96,7 +96,7 @@ class EESDSpeculativeConfig(SpeculativeConfig):
             config.method, config.model = "draft_model", target.model
             config.draft_sample_method = eesd.draft_sample_method
             return config
-        # vLLM drafts for nobody once one row comes within K of the drafter's max_model_len; EESD limits each row.
+        # vLLM drafts for no row once one comes within K of the drafter's max_model_len; EESD limits each row.
         config.draft_model_config = copy.copy(target)
         config.draft_model_config.max_model_len = target.max_model_len + longest + 1
         return config

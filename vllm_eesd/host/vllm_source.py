@@ -17,7 +17,7 @@ from typing import NamedTuple
 Reader = Callable[[str], "str | None"]
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
-#: How often a name is looked for behind `from ... import name`.
+#: How often a name is followed through `from ... import name`.
 MAX_IMPORTS = 4
 
 
@@ -134,7 +134,7 @@ def _head(lines: list[str], pattern: str, depth: int) -> int | None:
 
 
 def _end(lines: list[str], first: int, depth: int) -> int:
-    """The line behind the block whose head is line `first`: one that is indented no further and closes nothing."""
+    """The line after the block whose head is line `first`: one that is indented no further and closes nothing."""
     inside = "    " * depth + " "
     for index in range(first + 1, len(lines)):
         line = lines[index]

@@ -14,7 +14,7 @@ _TINY = 1e-6
 
 
 class AdaEDL(AdaptingThreshold):
-    """Stop behind a token where 1 - sqrt(0.2 H) is below the request's threshold, which adapts as in `draft_verify`.
+    """Stop after a token where 1 - sqrt(0.2 H) is below the request's threshold, which adapts as in `draft_verify`.
 
     H is the draft distribution's entropy in nats. A round carries its largest probability c only, so the entropy of a
     distribution with c on one token and the rest spread evenly over `OTHER_TOKENS` stands in for it.

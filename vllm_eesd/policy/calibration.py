@@ -6,7 +6,7 @@
     "observed"  [positions][bins] numbers >= 0: draft tokens that the target judged, position 1 first
     "accepted"  [positions][bins] of those, the accepted ones
 
-Bin b holds confidences in [edge b-1, edge b). A token behind a rejected one was not judged and is not counted.
+Bin b holds confidences in [edge b-1, edge b). A token after a rejected one was not judged and is not counted.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Calibration:
     """Counts of judged and accepted draft tokens by position and confidence bin, and the smoothed rates they give."""
 
     def __init__(self) -> None:
-        # The last bin is for tokens whose confidence nobody computed: they still tell how positions differ.
+        # The last bin is for tokens whose confidence was not computed: they still tell how positions differ.
         self._observed = np.zeros((MAX_SPECULATIVE_TOKENS, NUM_BINS + 1))
         self._accepted = np.zeros_like(self._observed)
         self.edges = np.array(EDGES, dtype=np.float32)
@@ -113,7 +113,7 @@ class Calibration:
         self._refresh()
 
     def _bin(self, confidence: np.ndarray) -> np.ndarray:
-        # NaN sorts behind every edge; it belongs in the bin of its own behind the last.
+        # NaN sorts after every edge; it belongs in the bin of its own after the last.
         return np.searchsorted(self.edges, confidence, side="right") + np.isnan(confidence)
 
     def _refresh(self) -> None:

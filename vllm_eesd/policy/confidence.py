@@ -1,4 +1,4 @@
-"""The confidence policy: stop behind a token the draft model was not sure of."""
+"""The confidence policy: stop after a token the draft model was not sure of."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ class CostModel:
     def verify_curve(self, num_reqs: int, max_drafts: int) -> np.ndarray:
         """Return the time of a step in which 0..max_drafts draft tokens are verified, [max_drafts + 1], ascending.
 
-        Entry 0 is a plain step; the others include what a drafted round costs besides its draft steps.
+        Entry 0 is a plain step; the others include what a drafted round costs on top of its draft steps.
         """
         key = num_reqs, max_drafts
         if key not in self._verify_curves:
@@ -176,7 +176,7 @@ class CostModel:
         return forwards[1:] - forwards[0]
 
     def round_ms(self, num_reqs: int) -> float:
-        """Return what a drafted round costs besides its draft steps."""
+        """Return what a drafted round costs on top of its draft steps."""
         if num_reqs not in self._round_ms:
             points = self._draft_round.curve()
             if points is None:
@@ -328,11 +328,11 @@ def _monotone(values: tuple[float, ...]) -> np.ndarray:
 
 
 def _at(size: int, points: tuple[np.ndarray, np.ndarray]) -> float:
-    """Return a curve's value at one size; behind a single point it is level."""
+    """Return a curve's value at one size; beyond a single point it is level."""
     return float(_interpolate(np.array([size]), *points, default_slope=0.0)[0])
 
 
 def _interpolate(at: np.ndarray, xs: np.ndarray, ys: np.ndarray, default_slope: float) -> np.ndarray:
-    """Linear between the points, level before the first, with the mean slope behind the last."""
+    """Linear between the points, level before the first, with the mean slope beyond the last."""
     slope = (ys[-1] - ys[0]) / (xs[-1] - xs[0]) if len(xs) > 1 else default_slope
     return np.interp(at, xs, ys) + slope * np.maximum(at - xs[-1], 0.0)

@@ -61,7 +61,7 @@ class AdaptingThreshold(DraftLengthPolicy):
 
 
 class DraftVerify(AdaptingThreshold):
-    """Stop behind a token whose confidence is below the request's threshold, which starts at 0.6.
+    """Stop after a token whose confidence is below the request's threshold, which starts at 0.6.
 
     Source: arXiv 2309.08168, section 3.3 (adaptive draft exiting).
     """

@@ -107,7 +107,7 @@ def rows_to_extend(
     least = 0.0
     if num_rows > 1:
         first = _worth_the_next_step(gain[:, 0], num_drafts, verify, draft, rate)
-        # For the steps behind the next one costs are taken as straight lines.
+        # For the steps after the next one costs are taken as straight lines.
         slope = (verify[num_drafts + (depth + 1) * num_rows] - verify[num_drafts + num_rows]) / (depth * num_rows)
         least = rate * (slope + (draft[num_rows] - draft[1]) / (num_rows - 1))
     tokens, ms, drafts = 0.0, first_ms - verify[num_drafts], num_drafts

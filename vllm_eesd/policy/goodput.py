@@ -27,7 +27,7 @@ LEAST_THETA = 0.02
 REQUEST_WEIGHT = 0.5
 #: An exploratory draft takes the most promising rows, their mean plus so many standard deviations, and at most so many.
 OPTIMISM, MAX_EXPLORED = 1.5, 8
-#: Memory of the measured speed-up, in rounds: short, for a token gained saves time at the rate of the text at hand.
+#: Memory of the measured speed-up, in rounds: short, for a token gained saves time at the rate of the current text.
 SPEEDUP_ROUNDS = 10
 #: A draft step also buys its token's confidence, with which the next decision is better than the plan assumed here. It
 #: is worth so much of the time; with n rows drafting, whose sum varies less, an n-th of that.

@@ -19,7 +19,7 @@ class BetaPosterior:
     """Beta(alpha, beta) over the probability that a draft token is accepted, one per request slot.
 
     Of k verified drafts with a accepted, tokens 1..a are successes, token a + 1 (if a < k) is one failure and the
-    rest are unobserved: a rejection says nothing of the tokens behind it.
+    rest are unobserved: a rejection says nothing of the tokens after it.
 
     `fade` lets counts fade, `learn_priors` lets requests start from what others taught; without them it is the paper's.
 

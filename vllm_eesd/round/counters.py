@@ -54,7 +54,7 @@ class DraftStats:
     accepted_length_histogram: list[int] = field(init=False)
     _record: list[Round] | None = field(default=None, init=False)
 
-    #: Rounds kept for `take_rounds`; older ones are dropped when nobody takes them.
+    #: Rounds kept for `take_rounds`; older ones are dropped when none are taken.
     MAX_RECORDED_ROUNDS = 100_000
 
     def __post_init__(self) -> None:

@@ -66,8 +66,8 @@ class DraftVocabulary(nn.Module):
 
 def _rows(lm_head: nn.Module, token_ids: torch.Tensor) -> torch.Tensor:
     """Return these rows of an LM head whose rows are spread over the ranks, [draft_vocab_size, hidden_size]."""
-    first, behind = lm_head.shard_indices.org_vocab_start_index, lm_head.shard_indices.org_vocab_end_index
-    here = (token_ids >= first) & (token_ids < behind)
+    first, end = lm_head.shard_indices.org_vocab_start_index, lm_head.shard_indices.org_vocab_end_index
+    here = (token_ids >= first) & (token_ids < end)
     weight = lm_head.weight.data
     rows = weight.new_zeros(len(token_ids), lm_head.embedding_dim)
     rows[here] = weight[token_ids[here] - first]

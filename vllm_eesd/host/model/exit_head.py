@@ -30,7 +30,7 @@ def kv_fill(hidden_states: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
     """Write the exit layer's K/V of all scheduled tokens into its paged cache.
 
     Args:
-        hidden_states: [num_tokens, hidden_size], declared as mutated (it is not): the layer behind reads it, so a
+        hidden_states: [num_tokens, hidden_size], declared as mutated (it is not): the next layer reads it, so a
             compiler can neither drop this call nor move it.
         key, value: [num_tokens, num_kv_heads * head_size].
         layer_name: of the exit layer's `Attention`.

@@ -23,7 +23,7 @@ def reject_placeholders(
     vLLM 0.32 pads a request that joins a decoding batch with one token by K drafts of -1. Its CPU kernel looks up the
     probability of token -1, which is that of the row before's last token, and accepts by it.
     Token 0 stands in for a row's first placeholder: one-hot verification of any token leaves the target's distribution
-    as it is. What follows was computed behind a token nobody drafted, and is cut.
+    as it is. What follows was computed after a token that was not drafted, and is cut.
 
     Args:
         rejection_sample: vLLM's own; the other arguments are its.
@@ -31,7 +31,7 @@ def reject_placeholders(
         cu_num_draft_tokens: [num_reqs] int32, inclusive.
         draft_probs: [num_tokens, vocab_size] float32; None verifies one-hot.
     Returns:
-        [num_reqs, max_spec_len + 1] int32, -1 behind the tokens emitted.
+        [num_reqs, max_spec_len + 1] int32, -1 after the tokens emitted.
     Source: vllm/v1/core/sched/scheduler.py, pad_spec_decode; rejection_random_sample_kernel in
         vllm/v1/sample/rejection_sampler.py.
     """

@@ -86,7 +86,7 @@ def _wrap_worker_sample_tokens(original: Callable[..., Any]) -> Callable[..., An
         output = original(self, *args, **kwargs)
         if isinstance(getattr(self.model_runner, "drafter", None), EarlyExitProposer) and output is not None:
             drafts = self.model_runner.take_draft_token_ids()
-            # Nobody's drafts need not travel: the scheduler empties a request's when it schedules them.
+            # Empty drafts need not travel: the scheduler empties a request's when it schedules them.
             output.eesd_drafts = drafts if drafts is None or any(drafts.draft_token_ids) else NO_DRAFTS
         return output
 

@@ -1,4 +1,4 @@
-"""Verification on Model Runner V1: which drafts of a step the target keeps, and its own token behind them."""
+"""Verification on Model Runner V1: which drafts of a step the target keeps, and its own token after them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def sample(
         metadata: vLLM's SpecDecodeMetadata.
         draft_sampling: knows what drafts were drawn from; None if all are the draft model's most probable tokens.
     Returns:
-        vLLM's SamplerOutput; sampled_token_ids [num_reqs, longest draft + 1] int32, -1 behind a request's last token.
+        vLLM's SamplerOutput; sampled_token_ids [num_reqs, longest draft + 1] int32, -1 after a request's last token.
     """
     if metadata.max_spec_len == 0:
         # Without drafts there is one row per request, as in a plain step: sample them as a plain step does.
@@ -65,7 +65,7 @@ def sample(
         sampled = torch.from_numpy(keep_while_equal(best, metadata))
     else:
         input_token_ids = runner.input_ids.gpu[metadata.logits_indices]
-        # The runner has written 0 over placeholders: they were not drafted, so no distribution stands behind them.
+        # The runner has written 0 over placeholders: they were not drafted, so no distribution belongs to them.
         input_token_ids[metadata.target_logits_indices + 1] = metadata.draft_token_ids
         sampled = _rejection(logits, input_token_ids, metadata, sampling, draft_logits)
     return SamplerOutput(sampled_token_ids=sampled, logprobs_tensors=None)
@@ -123,10 +123,10 @@ def keep_while_equal(best: list[int], metadata: Any) -> np.ndarray:
     In Python, which is done before an array operation is dispatched: there are a few dozen tokens.
 
     Args:
-        best: num_logits token ids, the target's most probable one behind each input token.
+        best: num_logits token ids, the target's most probable one after each input token.
         metadata: vLLM's SpecDecodeMetadata; a draft of -1 is a placeholder.
     Returns:
-        [num_reqs, longest draft + 1] int32, -1 behind a request's last token.
+        [num_reqs, longest draft + 1] int32, -1 after a request's last token.
     """
     drafted = metadata.draft_token_ids.tolist()
     kept = np.full((len(metadata.num_draft_tokens), metadata.max_spec_len + 1), -1, dtype=np.int32)

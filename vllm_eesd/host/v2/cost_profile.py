@@ -15,7 +15,7 @@ def profile_costs(runner: Any, speculator: Any, costs: CostModel) -> None:
     """Give `costs` something to start from: dummy runs, which have attention and replay CUDA graphs where serving does.
 
     Forwards and draft steps are both timed as the device sees them while it has work waiting, which is how steps are
-    timed while serving: what the host does meanwhile is hidden behind them.
+    timed while serving: what the host does meanwhile is hidden by them.
 
     Args:
         runner: vLLM's GPUModelRunner, warmed up and its graphs captured.

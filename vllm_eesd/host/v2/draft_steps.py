@@ -24,7 +24,7 @@ logger = init_logger("vllm.eesd")
 
 
 class TargetStep(NamedTuple):
-    """What the step of the target that has just run tells the round behind it.
+    """What the step of the target that has just run tells the round after it.
 
     Attributes:
         input_batch: vLLM's InputBatch.

@@ -93,9 +93,9 @@ class Rounds:
         self._not_admitted.clear()
 
     def start_afresh(self) -> None:
-        """Drop what a failed round may have left half written: nobody has a draft, the next round admits all anew.
+        """Drop what a failed round may have left half written: no request has a draft, the next round admits all anew.
 
-        Outcomes under way are dropped with it. What is known of a request's length then lags behind by their tokens,
+        Outcomes under way are dropped with it. What is known of a request's length then lags by their tokens,
         so its last draft may be longer than it needs to be; it is never verified past the request's end.
         """
         self._pending.clear()

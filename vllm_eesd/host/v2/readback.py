@@ -1,4 +1,4 @@
-"""What the GPU says of a step, read on the host a fixed number of steps later, so that nobody waits for anybody."""
+"""Read device results a fixed number of steps late, so that the host never blocks on the GPU."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ class RoundTimes:
 
 
 class Lagged:
-    """Outcomes of steps under way: counts are copied to the host behind each step and read `LAG` steps later.
+    """Outcomes of steps under way: counts are copied to the host after each step and read `LAG` steps later.
 
     Args:
         max_num_reqs: the most requests of a step.
@@ -183,7 +183,7 @@ class ConfidenceCopies:
         self._buffers = deque(torch.zeros(size, pin_memory=device.type == "cuda") for _ in range(LAG + 1))
 
     def copy(self, confidences: torch.Tensor) -> torch.Tensor:
-        """Begin to copy, [num_reqs, K] float32, and return where to; what the stream does next comes behind it."""
+        """Begin to copy, [num_reqs, K] float32, and return where to; what the stream does next comes after it."""
         self._buffers.rotate(-1)
         return self._buffers[0][: len(confidences)].copy_(confidences, non_blocking=True)
 

@@ -89,7 +89,7 @@ def _wrap_compile_or_warm_up_model(original: Callable[..., Any]) -> Callable[...
         if speculator is None:
             return original(self)
         speculator.warm_up(self.model_runner)  # at its end the original arms a monitor of what is compiled
-        times = original(self)  # it captures the CUDA graphs that serving replays, so timing comes behind it
+        times = original(self)  # it captures the CUDA graphs that serving replays, so timing comes after it
         speculator.profile_costs(self.model_runner)
         return times
 

@@ -217,7 +217,7 @@ class EarlyExitSpeculator(DraftSteps):
         return self.draft_tokens[:num_reqs]
 
     def _learn_and_draft(self, step: TargetStep, longest: int | None) -> None:
-        """See `propose`; a round in which nobody drafts prepares nothing for draft steps."""
+        """See `propose`; a round without drafts prepares nothing for draft steps."""
         tokens = None
         if self.rounds.round_trace is not None:
             slots = step.input_batch.idx_mapping
@@ -242,7 +242,7 @@ class EarlyExitSpeculator(DraftSteps):
         self.dummy_times.mark()
 
     def _survive(self, error: Exception) -> None:
-        """Nobody has a draft after a fault; what it left on the device is overwritten, see `CircuitBreaker`."""
+        """No request has a draft after a fault; what it left on the device is overwritten, see `CircuitBreaker`."""
         self.rounds.start_afresh()
         self.breaker.fault(error)
 
@@ -255,7 +255,7 @@ class EarlyExitSpeculator(DraftSteps):
         )[0]
 
     def _run_round(self, num_reqs: int, graph: Any, seq_lens: torch.Tensor, times: Any) -> None:
-        """Run draft steps as long as somebody wants them.
+        """Run draft steps as long as a row wants them.
 
         A policy that looks at confidences decides about token s while step s runs: the host waits for step s - 1 only,
         and at most one step is drafted in vain.
