@@ -178,8 +178,8 @@ PLANTS = {
 def test_a_planted_wait_is_noticed(watched, monkeypatch, plant):
     from vllm_eesd.host.v2.lengths import Rounds
 
-    body = f"{PLANTS[plant]}\n    return original(self, input_batch, num_sampled, *rest)\n"
-    source = f"def begin(self, input_batch, num_sampled, *rest):\n    {body}"
+    body = f"{PLANTS[plant]}\n    return original(self, batch, num_sampled, *rest)\n"
+    source = f"def begin(self, batch, num_sampled, *rest):\n    {body}"
     scope = {"original": Rounds.begin}
     exec(compile(source, f"{OURS[0]}/planted.py", "exec"), scope)
     monkeypatch.setattr(Rounds, "begin", scope["begin"])

@@ -12,6 +12,7 @@ from vllm_eesd.exit_head.checkpoint import ExitHeadConfig, Verifier
 from vllm_eesd.host import round_setup
 from vllm_eesd.host.v2 import readback as v2_lag
 from vllm_eesd.host.v2 import trace as v2_trace
+from vllm_eesd.host.v2.batch import V2Batch
 from vllm_eesd.host.v2.lengths import SHARE_TIMES_EVERY, Rounds
 from vllm_eesd.host.v2.readback import LAG
 from vllm_eesd.policy.guard import Guard
@@ -56,7 +57,7 @@ def new_request(max_tokens=50, structured_outputs=None, **extra_args):
 def batch(slots, scheduled=None, prefilling=False, computed=10, tokens=1):
     num_reqs = len(slots)
     drafts = None if scheduled is None else np.array(scheduled)
-    return SimpleNamespace(
+    rows = SimpleNamespace(
         idx_mapping_np=np.array(slots),
         num_draft_tokens_per_req=drafts,
         num_scheduled_tokens=np.full(num_reqs, tokens) + (0 if drafts is None else drafts),
@@ -65,6 +66,7 @@ def batch(slots, scheduled=None, prefilling=False, computed=10, tokens=1):
         prefill_len_np=np.full(num_reqs, 10),
         num_tokens=num_reqs,
     )
+    return V2Batch(rows)
 
 
 def begin(rounds, slots, num_sampled, **kwargs):
@@ -325,7 +327,7 @@ def test_a_traced_round_is_what_the_target_judged(monkeypatch):
         drafts = torch.tensor([[11, 12, 13, 14], [21, 22, 23, 24], [31, 32, 33, 34]])
         last, num_sampled = torch.tensor([19, 29, 39]), torch.tensor([3, 2, 5], dtype=torch.int32)
         step = batch([0, 1, 2], scheduled)
-        step.is_prefilling_np, step.req_ids = np.array(prefilling), ["a", "b", "c"]
+        step._batch.is_prefilling_np, step._batch.req_ids = np.array(prefilling), ["a", "b", "c"]
         tokens = v2_trace.tokens_of_step(drafts, last, num_sampled)
         times = rounds.begin(step, num_sampled, True, tokens)
         times.moments.mark()

@@ -11,6 +11,7 @@ import torch
 
 from vllm_eesd.host.round_setup import agree_on_times, build_policy_of, open_trace
 from vllm_eesd.host.speculative import EESDSpeculativeConfig
+from vllm_eesd.host.v2.batch import V2Batch
 from vllm_eesd.host.v2.readback import ConfidenceCopies, Drafted, Judged, Lagged, RoundTimes
 from vllm_eesd.host.v2.trace import pending_verdict
 from vllm_eesd.policy import DraftLengthPolicy, Outcome
@@ -110,60 +111,66 @@ class Rounds:
 
     def begin(
         self,
-        input_batch: Any,
+        batch: V2Batch,
         num_sampled: torch.Tensor,
         asynchronous: bool,
         tokens: torch.Tensor | None = None,
         longest: int | None = None,
     ) -> RoundTimes:
-        """Learn from the step that is now old enough, and ask who drafts a first token.
+        """Learn from the step that is now old enough, and ask which rows draft a first token.
 
         Args:
-            input_batch: vLLM's InputBatch of the step just run.
+            batch: of the step just run.
             num_sampled: [num_reqs] int32 on the device.
             asynchronous: whether vLLM schedules a step before the one before has ended.
-            tokens: of `v2_trace.tokens_of_step`, where rounds are traced.
+            tokens: of `trace.tokens_of_step`, where rounds are traced.
             longest: the longest draft of this round, for all requests; None is K.
         Returns:
             The new round's clock, at its beginning.
         """
         if self._not_admitted:
             self._admit()
-        slots = input_batch.idx_mapping_np.astype(np.int64)
+        slots = batch.slots()
         self._times = times = RoundTimes(self._device, len(slots), self._times)
         times.moments.mark()
-        scheduled = input_batch.num_draft_tokens_per_req
-        verified = np.zeros(len(slots), dtype=np.int64)
-        if scheduled is not None:
-            verified = np.minimum(self.num_drafted[slots], scheduled)
-        decoded = ~input_batch.is_prefilling_np
-        drafts = Drafts(slots, self._pending.confidences[slots], self._pending.from_ngrams[slots])
-        if tokens is not None and self.learns and times.previous is not None and decoded.any():
-            self._trace(input_batch.req_ids, drafts, decoded, verified, tokens, asynchronous)
+        judged = self._judged(batch, slots, times)
+        if tokens is not None and self.learns and times.previous is not None and judged.decoded.any():
+            self._trace(batch.req_ids, judged, tokens, asynchronous)
         self._began_s = time.perf_counter()
-        generations = self._generation[slots]
-        no_rows = np.zeros(0, dtype=np.int64)
-        drafted, self._drafted = self._drafted, None
-        num_tokens = input_batch.num_tokens
-        judged = Judged(
-            slots, generations, decoded, verified, drafts.confidences, no_rows, num_tokens, times, drafted
-        )
         old = self._lagged.push(judged, num_sampled)
         if old is not None:
             self._observe(old, asynchronous)
-        at_least = self._num_tokens[slots] + self._lagged.num_emitted_at_least(slots, generations)
+        self._choose(slots, self._limits(batch, slots, longest))
+        self._learner.report()
+        return times
+
+    def _judged(self, batch: V2Batch, slots: np.ndarray, times: RoundTimes) -> Judged:
+        """Return the outcome of the step just run, as far as the host knows it: not how many tokens it emitted."""
+        verified = np.minimum(self.num_drafted[slots], batch.num_scheduled_drafts())
+        drafted, self._drafted = self._drafted, None
+        return Judged(
+            slots,
+            self._generation[slots],
+            batch.decoded(),
+            verified,
+            self._pending.confidences[slots],
+            np.zeros(0, dtype=np.int64),
+            batch.num_tokens,
+            times,
+            drafted,
+        )
+
+    def _limits(self, batch: V2Batch, slots: np.ndarray, longest: int | None) -> np.ndarray:
+        """Return the longest draft each row may have, [num_reqs] int64; see `begin`."""
+        at_least = self._num_tokens[slots] + self._lagged.num_emitted_at_least(slots, self._generation[slots])
         limits = self.requests.longest_drafts(slots, at_least)
-        num_new = input_batch.num_scheduled_tokens - (0 if scheduled is None else scheduled)
-        reaches_end = input_batch.num_computed_prefill_tokens_np + num_new >= input_batch.prefill_len_np
-        limits[~reaches_end] = 0
+        limits[~batch.reaches_end_of_prompt()] = 0
         if longest is not None:
             limits = np.minimum(limits, longest)
         if self._samples_drafts:
             # A grammar cuts a draft because of what it is; vLLM then samples anew, which is right for one-hot drafts.
             limits[self._has_grammar[slots]] = 0
-        self._choose(slots, limits)
-        self._learner.report()
-        return times
+        return limits
 
     def _choose(self, slots: np.ndarray, limits: np.ndarray) -> None:
         """Start a round; a policy that looks at no confidence is asked for all its tokens at once."""
@@ -237,15 +244,15 @@ class Rounds:
     def _trace(
         self,
         request_ids: Sequence[str],
-        drafts: Drafts,
-        decoded: np.ndarray,
-        verified: np.ndarray,
+        judged: Judged,
         tokens: torch.Tensor,
         asynchronous: bool,
     ) -> None:
         assert self.round_trace is not None and self._times is not None
-        rows = np.flatnonzero(decoded)
-        verified = np.where(self._has_grammar[drafts.slots], -1, verified) if asynchronous else verified
+        rows, verified = np.flatnonzero(judged.decoded), judged.num_verified
+        if asynchronous:
+            verified = np.where(self._has_grammar[judged.slots], -1, verified)
+        drafts = Drafts(judged.slots, judged.confidences, self._pending.from_ngrams[judged.slots])
         verdict = pending_verdict(request_ids, rows, verified[rows], tokens, self._times)
         self.round_trace.add_pending(drafts, self.policy, self._began_s, len(rows), verdict)
 

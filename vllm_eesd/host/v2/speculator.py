@@ -16,6 +16,7 @@ from vllm_eesd.host.model.draft_step import DraftStep, compile_draft_step
 from vllm_eesd.host.model.exit_head import HEAD_CLASSES, ExitHead
 from vllm_eesd.host.speculative import EESDSpeculativeConfig
 from vllm_eesd.host.v2 import kernel_choice
+from vllm_eesd.host.v2.batch import V2Batch
 from vllm_eesd.host.v2.compat import dispatch_cg_and_sync_dp, gpu_sync_allowed
 from vllm_eesd.host.v2.cost_profile import profile_costs
 from vllm_eesd.host.v2.draft_steps import DraftSteps, TargetStep
@@ -194,22 +195,24 @@ class EarlyExitSpeculator(DraftSteps):
         The parameters are BaseSpeculator.propose's, all of them: an argument that a new vLLM adds must fail here.
 
         Args:
-            input_batch, last_hidden_states, num_sampled, num_rejected, last_sampled: see `TargetStep`.
+            input_batch: vLLM's InputBatch, read through `V2Batch`.
+            last_hidden_states, num_sampled, num_rejected, last_sampled: see `TargetStep`.
             dummy_run: a step without requests; it runs one draft step and writes nothing.
             num_speculative_tokens: the longest draft that vLLM schedules after this step; it overwrites what is longer.
                 0 where no request can use a draft; None is K.
         Source: vllm/v1/worker/gpu/spec_decode/speculator.py, BaseSpeculator.propose.
         """
-        num_reqs = input_batch.num_reqs
-        step = TargetStep(input_batch, last_hidden_states, num_sampled, num_rejected, last_sampled)
+        batch = V2Batch(input_batch)
+        num_reqs = batch.num_reqs
+        step = TargetStep(batch, last_hidden_states, num_sampled, num_rejected, last_sampled)
         if dummy_run:
             self.rounds.pause()
             if not self.rests_in_dummy_runs:
-                self._copy_request_inputs(num_reqs, input_batch.idx_mapping, temperature, seeds, dummy_run=True)
+                self._copy_request_inputs(num_reqs, batch.idx_mapping, temperature, seeds, dummy_run=True)
                 self._dummy_step(step, skip_attn_for_dummy_run, is_profile)
         elif not self.breaker.is_open:
             try:
-                self._copy_request_inputs(num_reqs, input_batch.idx_mapping, temperature, seeds, dummy_run=False)
+                self._copy_request_inputs(num_reqs, batch.idx_mapping, temperature, seeds, dummy_run=False)
                 self._learn_and_draft(step, num_speculative_tokens)
                 self.breaker.passed()
             except Exception as error:
@@ -220,11 +223,11 @@ class EarlyExitSpeculator(DraftSteps):
         """See `propose`; a round without drafts prepares nothing for draft steps."""
         tokens = None
         if self.rounds.round_trace is not None:
-            slots = step.input_batch.idx_mapping
+            slots = step.batch.idx_mapping
             # The drafts just verified: this round's take their place once it is over.
             drafts = self._req_states.draft_tokens[slots]
             tokens = tokens_of_step(drafts, step.last_sampled[slots, 0], step.num_sampled)
-        times = self.rounds.begin(step.input_batch, step.num_sampled, self._asynchronous, tokens, longest)
+        times = self.rounds.begin(step.batch, step.num_sampled, self._asynchronous, tokens, longest)
         if not self.rounds.wants_step(1):
             return
         self._prepare(step)

@@ -1,0 +1,77 @@
+"""What EESD reads of a step of Model Runner V2: the only reader of its batch's attributes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+
+class V2Batch:
+    """The batch of the target's step that has just run.
+
+    Args:
+        input_batch: vLLM's InputBatch.
+    Source: vllm/v1/worker/gpu/input_batch.py.
+    """
+
+    def __init__(self, input_batch: Any) -> None:
+        self._batch = input_batch
+
+    @property
+    def num_reqs(self) -> int:
+        """Rows of the batch."""
+        return self._batch.num_reqs
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the step's forward."""
+        return self._batch.num_tokens
+
+    @property
+    def req_ids(self) -> list[str]:
+        """Of the rows."""
+        return self._batch.req_ids
+
+    # On the host.
+
+    def slots(self) -> np.ndarray:
+        """Return each row's request state, [num_reqs] int64."""
+        return self._batch.idx_mapping_np.astype(np.int64)
+
+    def num_scheduled_drafts(self) -> np.ndarray:
+        """Return how many draft tokens were scheduled for each row, [num_reqs]."""
+        scheduled = self._batch.num_draft_tokens_per_req
+        return np.zeros(len(self._batch.idx_mapping_np), dtype=np.int64) if scheduled is None else scheduled
+
+    def decoded(self) -> np.ndarray:
+        """Return which rows were no prompt chunks, [num_reqs] bool."""
+        return ~self._batch.is_prefilling_np
+
+    def reaches_end_of_prompt(self) -> np.ndarray:
+        """Return which rows have run their whole prompt after this step, [num_reqs] bool."""
+        num_new = self._batch.num_scheduled_tokens - self.num_scheduled_drafts()
+        return self._batch.num_computed_prefill_tokens_np + num_new >= self._batch.prefill_len_np
+
+    @property
+    def seq_lens_upper_bound(self) -> torch.Tensor:
+        """[at least num_reqs] int32 on the host, no less than each sequence's length."""
+        return self._batch.seq_lens_cpu_upper_bound
+
+    # On the device.
+
+    @property
+    def idx_mapping(self) -> torch.Tensor:
+        """[num_reqs], each row's request state."""
+        return self._batch.idx_mapping
+
+    @property
+    def seq_lens(self) -> torch.Tensor:
+        """[num_reqs] int32, of each sequence with all drafts of the step."""
+        return self._batch.seq_lens[: self.num_reqs]
+
+    @property
+    def last_tokens(self) -> torch.Tensor:
+        """[num_reqs], the row of the forward that holds each sequence's last token."""
+        return self._batch.query_start_loc[1 : self.num_reqs + 1] - 1
