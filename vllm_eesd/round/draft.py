@@ -30,7 +30,6 @@ class DraftRound:
         lengths: [num_rows] int64, of each row's draft.
         from_ngrams: [num_rows] bool, whose draft is an n-gram draft.
         confidences: [num_rows, MAX_SPECULATIVE_TOKENS] float32, of the tokens drafted; NaN if unknown.
-        asked: whether the policy was asked at all: not where no row may draft.
     """
 
     def __init__(
@@ -48,8 +47,7 @@ class DraftRound:
         self.from_ngrams = np.zeros(len(slots), dtype=bool)
         self.confidences = np.full((len(slots), MAX_SPECULATIVE_TOKENS), np.nan, dtype=np.float32)
         ngram_limits = limits if ngram_limits is None else ngram_limits
-        self.asked = bool((limits if ngrams is None else ngram_limits).any())
-        if not self.asked:
+        if not (limits if ngrams is None else ngram_limits).any():
             self.rows = self.rows[:0]
             return
         policy.begin(slots, limits)

@@ -157,6 +157,7 @@ class EarlyExitProposer:
             request_ids: the batch's, none of which has a draft now; one that the scheduler passed over may have.
         """
         self._requests.forget()
+        self._pending.clear()
         if self._sampling is not None:
             self._sampling.forget(request_ids)
         self._rows = None
@@ -251,7 +252,9 @@ class EarlyExitProposer:
         room = np.maximum(self._rows.allocated_tokens(len(slots)) - num_tokens + 1, 0)
         ngram_limits = np.minimum(limits, room)
         # The draft step knows no adapters; an n-gram draft needs none.
-        head_limits = np.where(step.has_adapter(), 0, ngram_limits)
+        adapted = step.has_adapter()
+        head_limits = np.where(adapted, 0, ngram_limits)
+        self._may_draft = bool((limits if ngrams is not None else limits[~adapted]).any())
         return DraftRound(self.policy, slots, head_limits, ngrams, ngram_limits)
 
     def _draft(
@@ -286,7 +289,7 @@ class EarlyExitProposer:
         if steps:
             rest_ms = (now - began[1]) * 1e3 - sum(ms for _, ms in steps)
             self._drafting = {"draft_steps": steps, "draft_round": (len(step), rest_ms)}
-        elif not round_.asked:
+        elif not self._may_draft:
             self._idle.begin(self._may_skip(MAY_NOT_DRAFT, step), step.req_ids)
         elif not any(drafts):
             self._drafting = {"decision": (len(step), (now - began[0]) * 1e3)}
