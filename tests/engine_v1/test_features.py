@@ -103,7 +103,7 @@ def test_lora_requests_are_served_right_and_draft_nothing(
 
 
 @pytest.mark.feature("LoRA on the target, n-gram drafts", "the same answers")
-def test_lora_requests_copy_what_their_text_suggests(engine, random_target, cloned_head, adapter, everything_copied):
+def test_lora_requests_copy_what_their_text_suggests(engine, random_target, cloned_head, adapter, every_ngram_taken):
     from vllm import SamplingParams
     from vllm.lora.request import LoRARequest
 
