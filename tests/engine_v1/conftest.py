@@ -165,7 +165,7 @@ class Clock:
 
 @pytest.fixture
 def step_times(monkeypatch):
-    """Return set(draft_step_ms): on Model Runner V1 forwards seem to take 2 ms and draft steps as long as said.
+    """Return set(draft_step_ms): on Model Runner V1 a forward seems to take 4 ms and half a one per token.
 
     What `goodput` drafts hangs on these times, so a test of how much is drafted may not take the machine's.
     """
@@ -176,6 +176,13 @@ def step_times(monkeypatch):
     def set_them(draft_step_ms):
         for module, ms in ((cost_profile, 1), (v1, 1), (draft_rows, draft_step_ms)):
             monkeypatch.setattr(module, "time", Clock(ms))
+        rests = v1.EarlyExitProposer._rests
+
+        def after_a_step(self, runner, scheduler_output, emitted):
+            Clock.now += (2 + scheduler_output.total_num_scheduled_tokens / 2) / 1e3
+            return rests(self, runner, scheduler_output, emitted)
+
+        monkeypatch.setattr(v1.EarlyExitProposer, "_rests", after_a_step)
 
     return set_them
 

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -221,13 +222,33 @@ def test_statistics_are_plain_numbers(engine, greedy, random_target, prompts):
             assert msgspec.msgpack.decode(msgspec.msgpack.encode(answer), strict=False) == answer
 
 
-def test_costs_are_known_before_the_first_request(engine, random_target, drafter_of):
+def test_costs_are_known_before_the_first_request(engine, random_target, drafter_of, monkeypatch):
+    """A forward takes 2 ms and half a one per token, a draft step a quarter, by a clock that only they move on."""
+    from vllm_eesd.host import cost_profile
+
+    now = [0.0]
+
+    def taking(make, ms):
+        def made(*args):
+            call = make(*args)
+
+            def timed():
+                now[0] += ms(args[-1]) / 1e3
+                return call()
+
+            return timed
+
+        return made
+
+    monkeypatch.setattr(cost_profile, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(cost_profile, "forward_call", taking(cost_profile.forward_call, lambda n: 2 + n / 2))
+    monkeypatch.setattr(cost_profile, "draft_call", taking(cost_profile.draft_call, lambda n: 0.25))
     with engine(random_target, SPEC | {"exit_layer": 4}) as llm:
         costs = drafter_of(llm).policy.costs
         assert not costs.state()["verify_ms"]
-        one, nine = costs.verify_curve(1, 8)[[0, 8]]
-        assert 0 < one <= nine and one != 1.0  # ms, not the default unit
-        assert 0 < costs.draft_curve(1)[1] < nine
+        # What a drafted round takes besides is taken for a draft step until one was timed.
+        assert costs.verify_curve(1, 8)[[0, 8]].tolist() == pytest.approx([2.5, 6.5 + 0.25])
+        assert costs.draft_curve(1)[1] == pytest.approx(0.25)
 
 
 def test_the_round_trace_holds_what_was_emitted(engine, greedy, random_target, prompts, tmp_path, drafter_of):
