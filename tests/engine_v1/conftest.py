@@ -176,13 +176,13 @@ def step_times(monkeypatch):
     def set_them(draft_step_ms):
         for module, ms in ((cost_profile, 1), (v1, 1), (draft_rows, draft_step_ms)):
             monkeypatch.setattr(module, "time", Clock(ms))
-        rests = v1.EarlyExitProposer._rests
+        skips = v1.EarlyExitProposer._skips
 
-        def after_a_step(self, runner, scheduler_output, emitted):
-            Clock.now += (2 + scheduler_output.total_num_scheduled_tokens / 2) / 1e3
-            return rests(self, runner, scheduler_output, emitted)
+        def after_a_step(self, step):
+            Clock.now += (2 + step.num_scheduled_tokens / 2) / 1e3
+            return skips(self, step)
 
-        monkeypatch.setattr(v1.EarlyExitProposer, "_rests", after_a_step)
+        monkeypatch.setattr(v1.EarlyExitProposer, "_skips", after_a_step)
 
     return set_them
 
