@@ -225,6 +225,7 @@ def test_statistics_are_plain_numbers(engine, greedy, random_target, prompts):
 def test_costs_are_known_before_the_first_request(engine, random_target, drafter_of, monkeypatch):
     """A forward takes 2 ms and half a one per token, a draft step a quarter, by a clock that only they move on."""
     from vllm_eesd.host import cost_profile
+    from vllm_eesd.host.v1 import cost_profile as of_v1
 
     now = [0.0]
 
@@ -241,8 +242,8 @@ def test_costs_are_known_before_the_first_request(engine, random_target, drafter
         return made
 
     monkeypatch.setattr(cost_profile, "time", SimpleNamespace(perf_counter=lambda: now[0]))
-    monkeypatch.setattr(cost_profile, "forward_call", taking(cost_profile.forward_call, lambda n: 2 + n / 2))
-    monkeypatch.setattr(cost_profile, "draft_call", taking(cost_profile.draft_call, lambda n: 0.25))
+    monkeypatch.setattr(of_v1, "forward_call", taking(of_v1.forward_call, lambda n: 2 + n / 2))
+    monkeypatch.setattr(of_v1, "draft_call", taking(of_v1.draft_call, lambda n: 0.25))
     with engine(random_target, SPEC | {"exit_layer": 4}) as llm:
         costs = drafter_of(llm).policy.costs
         assert not costs.state()["verify_ms"]
