@@ -41,7 +41,7 @@ def test_nothing_of_torch_or_vllm_is_replaced_on_another_platform(tmp_path):
     """vLLM's CPU worker replaces streams, events and more by stubs when it is imported, on whatever platform."""
     pytest.importorskip("triton")
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    backend = str(HERE.parent / "v2" / "triton_cpu_backend")
+    backend = str(HERE.parent / "engine_v2" / "triton_cpu_backend")
     report = run(str(HERE / "other_platform.py"), str(tmp_path), PYTHONPATH=backend, OMP_NUM_THREADS="1")
     assert report.pop("triton")
     assert list(report) == ["register", "import_engine", "doctor", "config", "worker_seams"]
@@ -91,7 +91,7 @@ target = ModelConfig(model=sys.argv[1], skip_tokenizer_init=True, dtype="float32
 args = EngineArgs(model=sys.argv[1], speculative_config={"method": "eesd", "exit_layer": 2})
 config = args.create_speculative_config(target, ParallelConfig())
 from vllm_eesd.request_options import RequestOptions
-RequestOptions.parse({"eesd_policy": "fixed"})
+RequestOptions.parse({"eesd_max_draft_tokens": 2})
 print(json.dumps([type(config).__name__, sorted(sys.modules)]))
 """
 
