@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,10 @@ os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 # On CPUs vLLM 0.32 compiles ahead of time anew at every start, whatever its cache holds: an engine that was compiled
 # before took 60 s of a core to start and be tested, and takes 26 s this way.
 os.environ.setdefault("VLLM_USE_AOT_COMPILE", "0")
+# Code compiled for one instruction set must not be taken from a cache by a run that pretends to have another.
+if isa := "-".join(os.environ.get(name, "") for name in ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA")).strip("-"):
+    for name in ("TORCHINDUCTOR_CACHE_DIR", "VLLM_CACHE_ROOT"):
+        os.environ.setdefault(name, os.path.join(tempfile.gettempdir(), f"eesd-{name.lower()}-{os.getuid()}-{isa}"))
 # Engine processes must not find the folder kernels/ in place of Hugging Face's `kernels` package.
 os.environ.setdefault("PYTHONSAFEPATH", "1")
 
