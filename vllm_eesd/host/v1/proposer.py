@@ -297,7 +297,9 @@ class EarlyExitProposer:
 
     def _may_skip(self, num_rounds: int, step: V1Step) -> int:
         """Return for how many of these rounds the decision is skipped: none if rounds are watched, or a prompt runs."""
-        watched = self.recorder is not None or self.round_trace is not None or self.stats.recording
+        # Asked of the config: with several ranks one alone has the trace, and all must skip the same rounds.
+        traced = self.config.eesd.policy_args.get("trace_file") is not None
+        watched = self.recorder is not None or traced or self.stats.recording
         return 0 if watched or not all(step.emitted) else num_rounds
 
     def _verified(self, step: V1Step, round_: DraftRound, drafts: list[list[int]]) -> list[list[int]]:
