@@ -235,7 +235,7 @@ def test_the_longest_drafts_of_a_hopeless_request_are_numbers():
     policy.begin(slots, limits)
     for k in range(MAX_SPECULATIVE_TOKENS):
         policy.more(slots, k, None if k == 0 else np.array([1.0], dtype=np.float32))
-    assert np.isfinite(policy._survival[0]) and (policy._chain[0] > 0).all()
+    assert np.isfinite(policy._beliefs["survival"][0]) and (policy._beliefs["chain"][0] > 0).all()
 
 
 def test_without_confidences_it_falls_back_to_the_posterior():

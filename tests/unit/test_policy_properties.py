@@ -77,7 +77,7 @@ def test_the_same_seed_decides_the_same(name, script, seed):
 
 
 #: Arrays over slots that are working memory of the round at hand: `begin` sets them before they are read.
-OF_THE_ROUND = {"_limits", "_survival", "_own_odds", "_chain"}
+OF_THE_ROUND = {"_beliefs"}
 
 
 def per_slot_state(policy):
@@ -134,7 +134,8 @@ def test_nothing_is_compiled_while_requests_wait():
     """Compiled functions are compiled when a policy is built, for the arguments that rounds bring."""
     policy = build_policy("goodput", BetaPosterior(NUM_SLOTS), 0, {})
     gain = expected_gain
-    compiled = (gain.begin, gain.survive, gain.rows_to_extend, gain.ngrams_to_take, gain.round_cost, posterior._count)
+    compiled = (gain.begin, gain.survive, gain.rows_to_extend, gain.ngrams_to_take, gain.round_cost)
+    compiled += (posterior._count, posterior._learn)
     before = [len(function.signatures) for function in compiled]
     play(policy, [[(LONGEST, 0, LONGEST, True)] * NUM_SLOTS] * 5, seed=0)
     assert all(before) and [len(function.signatures) for function in compiled] == before

@@ -77,13 +77,8 @@ class Goodput(DraftLengthPolicy):
         self.guard = Guard(probe_budget)
         self.speedup = 1.0
         self._rounds = self._quiet_rounds = 0
-        max_num_reqs = posterior.max_num_reqs
-        self._limits = np.zeros(max_num_reqs, dtype=np.int64)
-        self._survival = np.ones(max_num_reqs)
-        #: Odds of a request's draft tokens relative to those of all requests with the same confidence.
-        self._own_odds = np.ones(max_num_reqs)
-        #: chain[slot, j]: the chance, seen from the round's start, that tokens 1..j are all accepted.
-        self._chain = np.ones((max_num_reqs, MAX_SPECULATIVE_TOKENS + 1))
+        self._beliefs = np.zeros(posterior.max_num_reqs, expected_gain.BELIEFS)
+        self._beliefs["chain"] = 1.0
         self._compile()
 
     def _compile(self) -> None:
@@ -91,11 +86,11 @@ class Goodput(DraftLengthPolicy):
         no_rows = np.zeros(0, dtype=np.int64)
         self.begin(no_rows, no_rows)
         self._rounds = 0
-        self._ngrams_to_take(no_rows, np.zeros((0, 2)), no_rows)
+        expected_gain.ngrams_to_take(no_rows, np.zeros((0, 2)), no_rows, self._rate, self._times, self._beliefs)
         self._draw(no_rows)
         self._survive(no_rows, 1, no_rows.astype(np.float32))
         self._rows_to_extend(no_rows, 0)
-        self._round_cost(1, np.ones(1, dtype=np.int64), np.zeros(1, dtype=bool))
+        expected_gain.round_cost(np.ones(1, dtype=np.int64), np.zeros(1, dtype=bool), self._times_of(1))
 
     def reset(self, slots: np.ndarray, keys: Sequence[str] | None = None) -> None:
         super().reset(slots, keys)
@@ -104,58 +99,37 @@ class Goodput(DraftLengthPolicy):
 
     def begin(self, slots: np.ndarray, limits: np.ndarray) -> None:
         self._num_reqs = num_rows = len(slots)
-        longest = int(limits.max(initial=0))
         self._rounds += 1
         self._num_drafts = 0
-        self._limits[slots], self._survival[slots] = limits, 1.0
-        self._longest = longest
-        self._verify, self._draft = self._curves(num_rows)
-        self._rate = num_rows / self._verify[0] * max(self.speedup, 1.0)
+        self._beliefs["limit"][slots], self._beliefs["survival"][slots] = limits, 1.0
+        self._longest = int(limits.max(initial=0))
+        self._times = self._times_of(num_rows)
+        self._rate = num_rows / self._times.verify[0] * max(self.speedup, 1.0)
         self._wants_plain = self._rounds % (2 if self.costs.lacks_plain(num_rows) else PLAIN_EVERY) == 0
-        if longest and not self._wants_plain:
+        if self._longest and not self._wants_plain:
             self._draw(slots)
 
     def _draw(self, slots: np.ndarray) -> None:
         """Draw each row's theta, and with it the chances of its drafts."""
+        alpha, beta = self.posterior.parameters(slots)
+        mean = alpha / (alpha + beta)
+        theta = np.maximum(mean + TEMPER * (self._generator.beta(alpha, beta) - mean), LEAST_THETA)
         average = self.calibration.mean_rate
-        parameters = self.posterior.parameters(slots)
-        expected_gain.begin(
-            slots,
-            parameters,
-            self._generator.beta(*parameters),
-            TEMPER,
-            LEAST_THETA,
-            average / (1 - average),
-            REQUEST_WEIGHT,
-            self.calibration.exponents[: self._longest],
-            self._chain,
-            self._own_odds,
-        )
+        odds = alpha / beta / (average / (1 - average))
+        exponents = self.calibration.exponents[: self._longest]
+        expected_gain.begin(slots, theta, odds, REQUEST_WEIGHT, exponents, self._beliefs)
 
-    def _curves(self, num_reqs: int) -> tuple[np.ndarray, np.ndarray]:
-        """Times of verification by drafts and of a draft step by rows; two tokens a row more than can be drafted."""
-        most = num_reqs * (MAX_SPECULATIVE_TOKENS + 2)
-        return self.costs.verify_curve(num_reqs, most), self.costs.draft_curve(num_reqs)
+    def _times_of(self, num_reqs: int) -> expected_gain.Times:
+        """What the steps of so many requests cost, for two tokens a row more than can be drafted."""
+        verify = self.costs.verify_curve(num_reqs, num_reqs * (MAX_SPECULATIVE_TOKENS + 2))
+        return expected_gain.Times(verify, self.costs.draft_curve(num_reqs), self.costs.round_ms(num_reqs))
 
     def take_ngrams(self, slots: np.ndarray, chances: np.ndarray, limits: np.ndarray) -> np.ndarray:
         if not (self.uses_ngrams and self.guard.may_draft()) or self._wants_plain:
             return np.zeros(len(slots), dtype=np.int64)
-        taken = self._ngrams_to_take(slots, chances, limits)
+        taken = expected_gain.ngrams_to_take(slots, chances, limits, self._rate, self._times, self._beliefs)
         self._num_drafts = int(taken.sum())
         return taken
-
-    def _ngrams_to_take(self, slots: np.ndarray, chances: np.ndarray, limits: np.ndarray) -> np.ndarray:
-        return expected_gain.ngrams_to_take(
-            slots,
-            chances,
-            limits,
-            self._limits,
-            self._chain,
-            self._verify,
-            self._draft,
-            self.costs.round_ms(len(slots)),
-            self._rate,
-        )
 
     def more(self, slots: np.ndarray, num_drafted: int, confidence: np.ndarray | None) -> np.ndarray:
         if num_drafted == 0:
@@ -164,14 +138,14 @@ class Goodput(DraftLengthPolicy):
         if num_drafted >= self._longest:
             return np.zeros(len(slots), dtype=bool)
         if confidence is None:
-            self._survival[slots] = self._chain[slots, num_drafted]
+            self._beliefs["survival"][slots] = self._beliefs["chain"][slots, num_drafted]
         else:
             self._survive(slots, num_drafted, confidence)
         return self._rows_to_extend(slots, num_drafted)
 
     def _survive(self, slots: np.ndarray, num_drafted: int, confidence: np.ndarray) -> None:
         rates = self.calibration.rates[num_drafted - 1]
-        expected_gain.survive(slots, confidence, self.calibration.edges, rates, self._own_odds, self._survival)
+        expected_gain.survive(slots, confidence, self.calibration.edges, rates, self._beliefs)
 
     def _first_token(self, slots: np.ndarray) -> np.ndarray:
         no_rows = np.zeros(len(slots), dtype=bool)
@@ -190,10 +164,11 @@ class Goodput(DraftLengthPolicy):
         alpha, beta = self.posterior.parameters(slots)
         mean = alpha / (alpha + beta)
         hope = mean + OPTIMISM * np.sqrt(mean * (1 - mean) / (alpha + beta + 1))
-        rows = np.argsort(-np.where(self._limits[slots] > 0, hope, -1.0), kind="stable")
-        rows = rows[: min(MAX_EXPLORED, int((self._limits[slots] > 0).sum()))]
+        may = self._beliefs["limit"][slots] > 0
+        rows = np.argsort(-np.where(may, hope, -1.0), kind="stable")[: min(MAX_EXPLORED, int(may.sum()))]
         many = np.arange(1, len(rows) + 1)
-        cost = num_rows * ((self._verify[many] + self._draft[many]) / self._verify[0] - 1)
+        verify, draft, _ = self._times
+        cost = num_rows * ((verify[many] + draft[many]) / verify[0] - 1)
         loss = cost - np.cumsum(mean[rows])
         affordable = np.flatnonzero(cost <= self.guard.credit)
         explored = np.zeros(len(slots), dtype=bool)
@@ -206,19 +181,9 @@ class Goodput(DraftLengthPolicy):
 
     def _rows_to_extend(self, slots: np.ndarray, num_drafted: int) -> np.ndarray:
         """Return the rows that draft one more, none if no number of further steps pays for itself."""
+        rate = self._rate * (1 - OPTION_VALUE / max(len(slots), 1))
         return expected_gain.rows_to_extend(
-            slots,
-            num_drafted,
-            self._longest,
-            self._limits,
-            self._survival,
-            self._chain,
-            self._num_drafts,
-            self._verify,
-            self._draft,
-            self._rate * (1 - OPTION_VALUE / max(len(slots), 1)),
-            # Beside n-gram drafts alone, the first draft step also costs what any drafted round does.
-            self.costs.round_ms(self._num_reqs) if num_drafted == 0 < self._num_drafts else 0.0,
+            slots, num_drafted, self._longest, self._num_drafts, rate, self._times, self._beliefs
         )
 
     def observe(self, outcome: Outcome) -> None:
@@ -229,7 +194,8 @@ class Goodput(DraftLengthPolicy):
         self._quiet_rounds += 1
         if outcome.num_verified.any():
             self._quiet_rounds = 0
-            cost, cost_of_drafts = self._round_cost(num_reqs, outcome.num_verified, outcome.from_ngrams)
+            times = self._times_of(num_reqs)
+            cost, cost_of_drafts = expected_gain.round_cost(outcome.num_verified, outcome.from_ngrams, times)
             gain_of_drafts = int(outcome.num_accepted[~outcome.from_ngrams].sum()) - num_reqs * cost_of_drafts
         self.guard.settle(num_reqs, cost, num_tokens, gain_of_drafts)
         self.speedup += (num_tokens / (num_reqs * cost) - self.speedup) / SPEEDUP_ROUNDS
@@ -238,7 +204,7 @@ class Goodput(DraftLengthPolicy):
         if self._quiet_rounds < QUIET_ROUNDS:
             return 0
         num_reqs = len(slots)
-        plain_ms = self._curves(num_reqs)[0][0]
+        plain_ms = self._times_of(num_reqs).verify[0]
         return int(min(self.costs.decision_ms(num_reqs) / (self.guard.probe_budget * plain_ms), MOST_IDLE_ROUNDS))
 
     def skipped(self, slots: np.ndarray, num_rounds: int) -> None:
@@ -246,8 +212,3 @@ class Goodput(DraftLengthPolicy):
         self.guard.skipped(len(slots), num_rounds)
         self.speedup = 1 + (self.speedup - 1) * (1 - 1 / SPEEDUP_ROUNDS) ** num_rounds
         self._rounds += num_rounds
-
-    def _round_cost(self, num_reqs: int, num_verified: np.ndarray, from_ngrams: np.ndarray) -> tuple[float, float]:
-        """See `expected_gain.round_cost`."""
-        curves = self._curves(num_reqs)
-        return expected_gain.round_cost(num_verified, from_ngrams, *curves, self.costs.round_ms(num_reqs))

@@ -44,8 +44,10 @@ class BetaPosterior:
         self._key_index = {DEFAULT_KEY: 0}
         self._shared = np.zeros((2, MAX_PRIOR_KEYS))
         self._refresh_priors()
+        # Compiles both, so that no request waits for that.
         no_rows = np.zeros(0, dtype=np.int64)
-        self.observe(no_rows, no_rows, no_rows)  # compiles it, so that no request waits for that
+        _count(no_rows, no_rows, no_rows, 1.0, 1.0, self._counts)
+        _learn(no_rows, no_rows, no_rows, 1.0, self._given, self._shared, self._priors)
 
     def fade(self, discount: float, idle_discount: float) -> None:
         """Multiply a request's counts every round by `discount`, or if none of its drafts was judged the other one.
@@ -104,23 +106,13 @@ class BetaPosterior:
             num_accepted: [num_rows] of those, the leading ones accepted.
             updates_shared_prior: [num_rows] bool, which rows teach their key's prior; None: all.
         """
-        if updates_shared_prior is None:
-            updates_shared_prior = np.ones(len(slots), dtype=bool)
-        memory_kept = 1 - 1 / self._memory if self._memory else 0.0
-        _count(
-            slots,
-            np.asarray(num_verified, dtype=np.int64),
-            np.asarray(num_accepted, dtype=np.int64),
-            updates_shared_prior,
-            self._discount,
-            self._idle_discount,
-            memory_kept,
-            self._counts,
-            self._key,
-            self._shared,
-            self._given,
-            self._priors,
-        )
+        num_verified = np.asarray(num_verified, dtype=np.int64)
+        num_accepted = np.asarray(num_accepted, dtype=np.int64)
+        _count(slots, num_verified, num_accepted, self._discount, self._idle_discount, self._counts)
+        if self._memory:
+            judged = num_verified if updates_shared_prior is None else num_verified * updates_shared_prior
+            kept = 1 - 1 / self._memory
+            _learn(self._key[slots], judged, num_accepted, kept, self._given, self._shared, self._priors)
 
     def skip(self, slots: np.ndarray, num_rounds: int) -> None:
         """Let the counts of these slots fade as in so many rounds in which none of their drafts was judged."""
@@ -156,31 +148,40 @@ def _count(
     slots: np.ndarray,
     num_verified: np.ndarray,
     num_accepted: np.ndarray,
-    updates_shared_prior: np.ndarray,
     discount: float,
     idle_discount: float,
-    memory_kept: float,
     counts: np.ndarray,
-    keys: np.ndarray,
-    shared: np.ndarray,
-    given: np.ndarray,
-    priors: np.ndarray,
 ) -> None:
-    """Update `counts` [2, max_num_reqs] and, unless `memory_kept` is 0, `shared` and `priors` [2, MAX_PRIOR_KEYS].
-
-    `memory_kept` is what older outcomes of a key are worth after one more; `given` [2] the prior before any.
-    """
-    weight = given[0] + given[1]
+    """Update `counts` [2, max_num_reqs], successes and failures of each slot, with one round's outcomes."""
     for row, slot in enumerate(slots):
         kept = discount if num_verified[row] > 0 else idle_discount
-        failed = 1 if num_accepted[row] < num_verified[row] else 0
         counts[0, slot] = counts[0, slot] * kept + num_accepted[row]
-        counts[1, slot] = counts[1, slot] * kept + failed
-        if memory_kept and updates_shared_prior[row] and num_verified[row] > 0:
-            key = keys[slot]
-            faded = memory_kept ** (num_accepted[row] + failed)
-            shared[0, key] = shared[0, key] * faded + num_accepted[row]
-            shared[1, key] = shared[1, key] * faded + failed
-            learned = shared[0, key] + given[0], shared[1, key] + given[1]
-            priors[0, key] = learned[0] * weight / (learned[0] + learned[1])
-            priors[1, key] = learned[1] * weight / (learned[0] + learned[1])
+        counts[1, slot] = counts[1, slot] * kept + (1 if num_accepted[row] < num_verified[row] else 0)
+
+
+@numba.njit(cache=True)
+def _learn(
+    keys: np.ndarray,
+    num_verified: np.ndarray,
+    num_accepted: np.ndarray,
+    memory_kept: float,
+    given: np.ndarray,
+    shared: np.ndarray,
+    priors: np.ndarray,
+) -> None:
+    """Update `shared` and `priors` [2, MAX_PRIOR_KEYS] with the outcomes of requests of these keys, [num_rows] int64.
+
+    Rows without judged drafts teach nothing. `memory_kept` is what older outcomes of a key are worth after one more;
+    `given` [2] the prior before any.
+    """
+    weight = given[0] + given[1]
+    for row, key in enumerate(keys):
+        if num_verified[row] == 0:
+            continue
+        failed = 1 if num_accepted[row] < num_verified[row] else 0
+        faded = memory_kept ** (num_accepted[row] + failed)
+        shared[0, key] = shared[0, key] * faded + num_accepted[row]
+        shared[1, key] = shared[1, key] * faded + failed
+        alpha, beta = shared[0, key] + given[0], shared[1, key] + given[1]
+        priors[0, key] = alpha * weight / (alpha + beta)
+        priors[1, key] = beta * weight / (alpha + beta)

@@ -134,9 +134,7 @@ class DraftLengthPolicy:
     def observe(self, outcome: Outcome) -> None:
         """Learn from one verified step; requests that drafted nothing are rounds too."""
         drafted = outcome.of_exit_head()
-        self.posterior.observe(
-            drafted.slots, drafted.num_verified, drafted.num_accepted, drafted.updates_shared_prior
-        )
+        self.posterior.observe(drafted.slots, drafted.num_verified, drafted.num_accepted, drafted.updates_shared_prior)
         if drafted.num_verified.any():
             self.calibration.observe(
                 drafted.confidences, drafted.num_verified, drafted.num_accepted, drafted.updates_shared_prior

@@ -9,6 +9,8 @@ draft is, is also what suffix decoding uses (arXiv 2411.04975, section 4); the e
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numba
 import numpy as np
 
@@ -23,6 +25,28 @@ FAMILIARITY_MEMORY, MOST = 16.0, 0.5
 #: A request's own outcomes by matched length, in classes 1, 2-3, 4-7, 8 and more: the weight of the common rate, in
 #: outcomes, and what one outcome is worth after the next.
 NUM_CLASSES, COMMON_WEIGHT, OWN_KEPT = 4, 16.0, 0.95
+
+
+class _State(NamedTuple):
+    """What is known of each slot's text and of n-gram drafts in general.
+
+    Attributes:
+        tokens: [max_num_reqs, longest] int64, each slot's n-gram draft.
+        matched: [max_num_reqs] int64, tokens matched, 0 for no draft.
+        text_length: [max_num_reqs] int64, of the text that the draft continues.
+        familiarity: [max_num_reqs] float64, share of the latest tokens that stood in the text before; negative:
+            unknown.
+        common: [2, 2, MAX_MATCH + 1] float64, tokens judged and right, by whether the text is familiar and matched
+            length.
+        own: [2, max_num_reqs, NUM_CLASSES] float64, tokens judged and right, by slot and class of matched lengths.
+    """
+
+    tokens: np.ndarray
+    matched: np.ndarray
+    text_length: np.ndarray
+    familiarity: np.ndarray
+    common: np.ndarray
+    own: np.ndarray
 
 
 class NgramDrafter:
@@ -42,25 +66,25 @@ class NgramDrafter:
 
     def __init__(self, max_num_reqs: int, longest: int) -> None:
         self.tokens = np.zeros((max_num_reqs, longest), dtype=np.int64)
-        #: Tokens matched, 0 for no draft, and the length of the text it continues.
-        self._matched = np.zeros(max_num_reqs, dtype=np.int64)
-        self._text_length = np.zeros(max_num_reqs, dtype=np.int64)
         lengths = np.arange(MAX_MATCH + 1)
-        #: Share of the latest tokens that stood in the text before, by slot; negative: unknown.
-        self._familiarity = np.full(max_num_reqs, -1.0)
-        #: Tokens judged and right, by whether the text is familiar and matched length; by slot and class of lengths.
         given = np.stack([np.full(MAX_MATCH + 1, SMOOTHING), SMOOTHING * lengths / (lengths + 2.0)])
-        self._common = np.stack([given, given], axis=1)
-        self._own = np.zeros((2, max_num_reqs, NUM_CLASSES))
+        self._state = _State(
+            tokens=self.tokens,
+            matched=np.zeros(max_num_reqs, dtype=np.int64),
+            text_length=np.zeros(max_num_reqs, dtype=np.int64),
+            familiarity=np.full(max_num_reqs, -1.0),
+            common=np.stack([given, given], axis=1),
+            own=np.zeros((2, max_num_reqs, NUM_CLASSES)),
+        )
         no_rows = np.zeros(0, dtype=np.int64)  # compiles: no request waits for that
         self.update(no_rows, np.zeros((0, 1), dtype=np.int32), no_rows, no_rows, no_rows.astype(bool))
         self.chances(no_rows)
 
     def reset(self, slots: np.ndarray) -> None:
         """Forget the requests that had these slots."""
-        self._matched[slots] = 0
-        self._familiarity[slots] = -1.0
-        self._own[:, slots] = 0.0
+        self._state.matched[slots] = 0
+        self._state.familiarity[slots] = -1.0
+        self._state.own[:, slots] = 0.0
 
     def update(
         self,
@@ -79,19 +103,7 @@ class NgramDrafter:
             num_tokens: [num_rows] int64, the length of its text, prompt and output, 1 or more.
             updates_shared_prior: [num_rows] bool, whose outcomes may teach what other requests use.
         """
-        _update(
-            slots,
-            texts,
-            rows,
-            num_tokens,
-            updates_shared_prior,
-            self.tokens,
-            self._matched,
-            self._text_length,
-            self._familiarity,
-            self._common,
-            self._own,
-        )
+        _update(slots, texts, rows, num_tokens, updates_shared_prior, self._state)
 
     def chances(self, slots: np.ndarray) -> np.ndarray:
         """Return the chance that all of the first j tokens are accepted, [num_rows, longest + 1] float64; 1 at j = 0.
@@ -99,7 +111,7 @@ class NgramDrafter:
         It is 0 from j = 1 on where there is no draft.
         """
         chances = np.empty((len(slots), self.tokens.shape[1] + 1))
-        _chances(slots, self._matched, self._familiarity, self._common, self._own, chances)
+        _chances(slots, self._state, chances)
         return chances
 
 
@@ -145,14 +157,10 @@ def _update(
     rows: np.ndarray,
     num_tokens: np.ndarray,
     updates_shared_prior: np.ndarray,
-    tokens: np.ndarray,
-    matched: np.ndarray,
-    text_length: np.ndarray,
-    familiarity: np.ndarray,
-    common: np.ndarray,
-    own: np.ndarray,
+    state: _State,
 ) -> None:
-    """See `NgramDrafter.update`; the other arrays are its own."""
+    """See `NgramDrafter.update`."""
+    tokens, matched, text_length, familiarity, common, own = state
     for index, slot in enumerate(slots):
         text = texts[rows[index], : num_tokens[index]]
         if matched[slot] > 0:
@@ -181,15 +189,9 @@ def _update(
 
 
 @numba.njit(cache=True)
-def _chances(
-    slots: np.ndarray,
-    matched: np.ndarray,
-    familiarity: np.ndarray,
-    common: np.ndarray,
-    own: np.ndarray,
-    chances: np.ndarray,
-) -> None:
+def _chances(slots: np.ndarray, state: _State, chances: np.ndarray) -> None:
     """See `NgramDrafter.chances`."""
+    _, matched, _, familiarity, common, own = state
     for index, slot in enumerate(slots):
         chances[index, 0] = 1.0
         chances[index, 1:] = 0.0
