@@ -326,7 +326,7 @@ def test_ngram_drafts_at_a_loss_empty_the_account():
 
 @pytest.mark.parametrize("value", ["yes", 1, None])
 def test_a_wrong_ngram_setting_is_refused(value):
-    with pytest.raises(ValueError, match="policy_args.ngram=.* true or false"):
+    with pytest.raises(ValueError, match="policy_args.ngram=.* valid boolean"):
         ngram_policy(ngram=value)
 
 

@@ -72,5 +72,5 @@ def test_a_path_that_cannot_be_is_refused_at_once(value):
 
 
 def test_a_wrong_prior_key_is_refused():
-    with pytest.raises(ValueError, match="prior_key='user' is not valid: choose one of none, lora"):
+    with pytest.raises(ValueError, match="prior_key='user' is not valid: input should be 'none' or 'lora'"):
         build_policy("fixed", BetaPosterior(1), 0, {"prior_key": "user"})

@@ -1,21 +1,19 @@
-"""How many tokens to draft: the protocol, one file per policy."""
+"""How many tokens to draft: the protocol, and the policies."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from vllm_eesd.policy.adaedl import AdaEDL
 from vllm_eesd.policy.beta_ts import BetaThompson
 from vllm_eesd.policy.calibrated_ts import CalibratedThompson
 from vllm_eesd.policy.calibration import Calibration
-from vllm_eesd.policy.confidence import Confidence
 from vllm_eesd.policy.costs import CostModel
-from vllm_eesd.policy.draft_verify import DraftVerify
 from vllm_eesd.policy.fixed import Fixed
 from vllm_eesd.policy.goodput import Goodput
 from vllm_eesd.policy.posterior import BetaPosterior
 from vllm_eesd.policy.protocol import DraftLengthPolicy, Outcome
 from vllm_eesd.policy.state import load_state
+from vllm_eesd.policy.thresholds import AdaEDL, Confidence, DraftVerify
 from vllm_eesd.policy_args import read_policy_args
 
 __all__ = [
@@ -56,9 +54,7 @@ def build_policy(
         ValueError: the policy does not exist or does not take one of `policy_args`.
     """
     settings = read_policy_args(name, policy_args)
-    policy = POLICIES[name](posterior, seed, costs, calibration, **settings.own())
-    policy.keyed_by_lora = settings.prior_key == "lora"
-    policy.state_file = settings.state_file
-    if policy.state_file is not None:
-        load_state(policy.state_file, policy.posterior, policy.calibration)
+    policy = POLICIES[name](posterior, seed, costs, calibration, settings)
+    if settings.state_file is not None:
+        load_state(settings.state_file, policy.posterior, policy.calibration)
     return policy

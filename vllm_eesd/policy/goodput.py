@@ -13,6 +13,7 @@ from vllm_eesd.policy.costs import CostModel
 from vllm_eesd.policy.guard import Guard
 from vllm_eesd.policy.posterior import BetaPosterior
 from vllm_eesd.policy.protocol import DraftLengthPolicy, Outcome
+from vllm_eesd.policy_args import GoodputArgs
 
 #: What a request's outcomes count for after one more round with and without drafts: memories of 14 and 33 rounds.
 DISCOUNT, IDLE_DISCOUNT = 0.93, 0.97
@@ -53,28 +54,26 @@ class Goodput(DraftLengthPolicy):
     A request whose text goes on as it did before need not draft with the exit head: by the same exchange of tokens for
     time it takes the n-gram draft where that is worth more than drafting is expected to be.
 
-    Args:
-        probe_budget, ngram: see `vllm_eesd.policy_args.GoodputArgs`.
     Source: for Thompson sampling arXiv 2406.03853, section 3.3; the objective and its batch form are this project's.
     """
 
     needs_confidence = True
 
+    settings: GoodputArgs
+
     def __init__(
         self,
         posterior: BetaPosterior,
         seed: int,
-        costs: CostModel | None = None,
-        calibration: Calibration | None = None,
-        *,
-        probe_budget: float,
-        ngram: bool,
+        costs: CostModel | None,
+        calibration: Calibration | None,
+        settings: GoodputArgs,
     ) -> None:
-        super().__init__(posterior, seed, costs, calibration)
-        self.uses_ngrams = ngram
+        super().__init__(posterior, seed, costs, calibration, settings)
+        self.uses_ngrams = settings.ngram
         posterior.fade(DISCOUNT, IDLE_DISCOUNT)
         posterior.learn_priors(PRIOR_MEMORY, PRIOR_WEIGHT)
-        self.guard = Guard(probe_budget)
+        self.guard = Guard(settings.probe_budget)
         self.speedup = 1.0
         self._rounds = self._quiet_rounds = 0
         self._beliefs = np.zeros(posterior.max_num_reqs, expected_gain.BELIEFS)

@@ -11,6 +11,7 @@ from vllm_eesd.policy.calibration import Calibration
 from vllm_eesd.policy.costs import CostModel
 from vllm_eesd.policy.posterior import BetaPosterior
 from vllm_eesd.policy.state import save_state
+from vllm_eesd.policy_args import PolicyArgs
 
 #: Per request, for the interval that metrics show: its ends are good to about a hundredth.
 INTERVAL_DRAWS = 1000
@@ -60,17 +61,14 @@ class DraftLengthPolicy:
         seed: of the policy's random generator; the same seed and the same calls give the same decisions.
         costs: what steps cost; a default model when None.
         calibration: what confidences mean; an empty table when None.
+        settings: the policy's own; the defaults of all policies when None.
     Attributes:
         needs_confidence: whether `more` wants the confidence of the last drafted token.
         uses_ngrams: whether `take_ngrams` may return anything but zeros.
-        keyed_by_lora: whether requests of different LoRA adapters start from different learned priors.
-        state_file: where learned state is kept over restarts; None: nowhere.
     """
 
     needs_confidence: bool = False
     uses_ngrams: bool = False
-    keyed_by_lora: bool = False
-    state_file: str | None = None
 
     def __init__(
         self,
@@ -78,10 +76,12 @@ class DraftLengthPolicy:
         seed: int,
         costs: CostModel | None = None,
         calibration: Calibration | None = None,
+        settings: PolicyArgs | None = None,
     ) -> None:
         self.posterior = posterior
         self.costs = CostModel() if costs is None else costs
         self.calibration = Calibration() if calibration is None else calibration
+        self.settings = PolicyArgs() if settings is None else settings
         self._generator = np.random.default_rng(seed)
 
     def reset(self, slots: np.ndarray, keys: Sequence[str] | None = None) -> None:
@@ -89,9 +89,9 @@ class DraftLengthPolicy:
 
         Args:
             slots: [num_rows] int64, distinct.
-            keys: the name of each request's LoRA adapter, "" for none; used if `keyed_by_lora`.
+            keys: the name of each request's LoRA adapter, "" for none; used with `prior_key` "lora".
         """
-        self.posterior.reset(slots, keys if self.keyed_by_lora else None)
+        self.posterior.reset(slots, keys if self.settings.prior_key == "lora" else None)
 
     def begin(self, slots: np.ndarray, limits: np.ndarray) -> None:
         """Prepare a round for these requests, all those of the batch that decode.
@@ -186,5 +186,5 @@ class DraftLengthPolicy:
         Raises:
             OSError: the file cannot be written.
         """
-        if self.state_file is not None:
-            save_state(self.state_file, self.posterior, self.calibration)
+        if self.settings.state_file is not None:
+            save_state(self.settings.state_file, self.posterior, self.calibration)
