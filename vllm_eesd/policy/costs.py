@@ -18,16 +18,12 @@ MIN_LINE = 4
 STANDARD_ERROR = 1.86
 #: No step takes an hour: such a time is a fault of the clock.
 MAX_MS = 3.6e6
-#: Tokens of a step: beyond what any engine schedules at once.
-MAX_SIZE = 1 << 24
 #: A curve with new times is computed again after this many of them.
 REFRESH_SAMPLES = 16
 #: Before any measurement, relative to a plain step: a drafted round's fixed cost, and each further verified token.
-DEFAULT_ROUND_RATIO = 0.1
-DEFAULT_VERIFY_GROWTH = 0.06
+DEFAULT_ROUND_RATIO, DEFAULT_VERIFY_GROWTH = 0.1, 0.06
 #: Sizes above 8 share a cell with those within about a fifth.
-_SIZES = np.unique(np.r_[np.arange(9), (8 * 1.2 ** np.arange(1, 45)).round()]).astype(np.int64)
-_SIZE_LIST = _SIZES.tolist()
+_SIZES = [*range(9), *(round(8 * 1.2**step) for step in range(1, 45))]
 
 
 class CostModel:
@@ -38,23 +34,18 @@ class CostModel:
 
     Args:
         draft_ratio: a draft step relative to a plain step until measured; (N + 1) / L layers is a good guess.
-    Raises:
-        ValueError: draft_ratio is not a positive number.
     """
 
     def __init__(self, draft_ratio: float = 0.125) -> None:
-        if not 0 < draft_ratio < float("inf"):
-            raise ValueError(f"eesd: draft_ratio={draft_ratio!r} is not valid: must be above 0 and finite")
         self.draft_ratio = draft_ratio
         self._verify: dict[int, _Medians] = {}
-        self._draft_step = _Medians()
-        self._draft_round = _Medians()
-        self._decision = _Medians()
+        self._draft_step, self._draft_round, self._decision = _Medians(), _Medians(), _Medians()
         #: (sizes, ms) of forwards by tokens and of draft steps by rows, timed before any request was there.
-        self._profile: tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]] | None = None
+        self._profile: list[tuple[np.ndarray, np.ndarray]] | None = None
+        #: By (num_reqs, max_drafts), by num_reqs and by max_rows, until new times come in.
         self._verify_curves: dict[tuple[int, int], np.ndarray] = {}
-        self._draft_curves: dict[int, np.ndarray] = {}
         self._round_ms: dict[int, float] = {}
+        self._draft_curves: dict[int, np.ndarray] = {}
 
     def observe_verify(self, num_reqs: int, num_tokens: int, ms: float) -> None:
         """Count the time of one engine step outside drafting: forward, sampling, scheduler and communication.
@@ -62,7 +53,6 @@ class CostModel:
         Args:
             num_reqs: requests of the step, all decoding.
             num_tokens: tokens they ran through the target: one each and their drafts.
-            ms: milliseconds.
         """
         medians = self._verify.setdefault(cell_of(num_reqs), _Medians())
         if ms > 0 and medians.add(num_tokens - num_reqs, ms):
@@ -76,8 +66,7 @@ class CostModel:
     def observe_draft_round(self, num_rows: int, ms: float) -> None:
         """Count what a round that drafted took on top of its draft steps: preparing inputs, deciding."""
         if self._draft_round.add(num_rows, ms):
-            self._verify_curves.clear()
-            self._round_ms.clear()
+            self._forget_curves()
 
     def observe_decision(self, num_reqs: int, ms: float) -> None:
         """Count what a round took in which nothing was found worth drafting."""
@@ -85,8 +74,7 @@ class CostModel:
 
     def decision_ms(self, num_reqs: int) -> float:
         """Return what finding nothing worth drafting costs, 0 before it was measured."""
-        points = self._decision.curve()
-        return 0.0 if points is None else _at(num_reqs, points)
+        return 0.0 if self._decision.curve is None else _at(num_reqs, self._decision.curve)
 
     def start_from(self, forwards: list[tuple[int, float]], draft_steps: list[tuple[int, float]]) -> None:
         """Take a profile for the truth until steps are timed; afterwards for what has not been timed.
@@ -95,11 +83,8 @@ class CostModel:
             forwards: (tokens, ms) of the target's forward and logits, at least one.
             draft_steps: (rows, ms), at least one.
         """
-        forwards, draft_steps = sorted(forwards), sorted(draft_steps)
-        self._profile = tuple(
-            (np.array([size for size, _ in points], dtype=np.float64), _monotone([ms for _, ms in points]))
-            for points in (forwards, draft_steps)
-        )
+        curves = [np.array(sorted(points), dtype=np.float64).T for points in (forwards, draft_steps)]
+        self._profile = [(sizes, _monotone(ms.tolist())) for sizes, ms in curves]
         self._forget_curves()
 
     def lacks_plain(self, num_reqs: int) -> bool:
@@ -122,37 +107,35 @@ class CostModel:
     def draft_curve(self, max_rows: int) -> np.ndarray:
         """Return the time of a draft step for 0..max_rows rows, [max_rows + 1], ascending; 0 for no rows."""
         if max_rows not in self._draft_curves:
-            rows = np.arange(max_rows + 1)
-            points = self._draft_step.curve() or (self._profile and self._profile[1])
-            if points is None:
-                curve = self.draft_ratio * self._verification(max_rows, np.zeros(1))[0] * np.ones(max_rows + 1)
+            points = self._draft_step.curve or (self._profile and self._profile[1])
+            if not points:
+                curve = np.full(max_rows + 1, self.draft_ratio * self._verification(max_rows, np.zeros(1))[0])
             else:
-                curve = _interpolate(rows, *points, default_slope=0.0)
+                curve = _interpolate(np.arange(max_rows + 1), *points)
             curve[0] = 0.0
             self._draft_curves[max_rows] = curve
         return self._draft_curves[max_rows]
 
     def _forget_curves(self) -> None:
-        # A draft step's default is a share of a plain step, so its curve falls with that of verification.
         self._verify_curves.clear()
-        self._draft_curves.clear()
         self._round_ms.clear()
+        self._draft_curves.clear()  # while no draft step was timed, a share of a plain step
 
     def _verification(self, num_reqs: int, num_drafts: np.ndarray) -> np.ndarray:
         """Time of steps with `num_drafts` drafts in all; growth is borrowed from the nearest batch size that has it."""
-        measured = {size: points for size, m in self._verify.items() if (points := m.curve()) is not None}
+        measured = {size: medians.curve for size, medians in self._verify.items() if medians.curve is not None}
         plain = {size: ys[0] for size, (xs, ys) in measured.items() if xs[0] == 0}
         grown = {size: points for size, points in measured.items() if len(points[0]) > 1}
-        if not measured:
-            plain_ms = self._unmeasured_plain(num_reqs)
-            return plain_ms + self._unmeasured_growth(num_reqs, num_drafts, plain_ms)
-        if not plain:  # only drafted steps were timed so far
+        if measured and not plain:  # only drafted steps were timed so far
             size = _nearest(measured, num_reqs)
             xs, ys = measured[size]
             guess = ys[0] / (1 + DEFAULT_VERIFY_GROWTH * xs[0])
             plain = {size: ys[0] - self._unmeasured_growth(size, xs[:1], guess)[0]}
-        sizes = sorted(plain)
-        plain_ms = float(np.interp(num_reqs, sizes, _monotone([plain[size] for size in sizes])))
+        if plain:
+            sizes = sorted(plain)
+            plain_ms = float(np.interp(num_reqs, sizes, _monotone([plain[size] for size in sizes])))
+        else:
+            plain_ms = self._unmeasured_plain(num_reqs)
         if not grown:
             return plain_ms + self._unmeasured_growth(num_reqs, num_drafts, plain_ms)
         xs, ys = grown[_nearest(grown, num_reqs)]
@@ -164,7 +147,7 @@ class CostModel:
         """A plain step's time before any step was timed: its forward's, or 1 where draft steps say nothing else."""
         if self._profile is not None:
             return _at(num_reqs, self._profile[0])
-        draft = self._draft_step.curve()
+        draft = self._draft_step.curve
         return 1.0 if draft is None else float(draft[1][0]) / self.draft_ratio
 
     def _unmeasured_growth(self, num_reqs: int, num_drafts: np.ndarray, plain_ms: float) -> np.ndarray:
@@ -178,32 +161,23 @@ class CostModel:
     def round_ms(self, num_reqs: int) -> float:
         """Return what a drafted round costs on top of its draft steps."""
         if num_reqs not in self._round_ms:
-            points = self._draft_round.curve()
-            if points is None:
-                ms = DEFAULT_ROUND_RATIO * self._verification(num_reqs, np.zeros(1))[0]
+            if self._draft_round.curve is None:
+                ms = DEFAULT_ROUND_RATIO * float(self._verification(num_reqs, np.zeros(1))[0])
             else:
-                ms = _at(num_reqs, points)
-            self._round_ms[num_reqs] = float(ms)
+                ms = _at(num_reqs, self._draft_round.curve)
+            self._round_ms[num_reqs] = ms
         return self._round_ms[num_reqs]
 
     def state(self) -> dict[str, Any]:
         """Return the medians, as JSON takes them: what rank 0 sends to the others, or a profile."""
         return {
-            "verify_ms": {str(size): medians.points() for size, medians in self._verify.items()},
-            "draft_step_ms": self._draft_step.points(),
-            "draft_round_ms": self._draft_round.points(),
+            "verify_ms": {str(size): medians.points for size, medians in self._verify.items()},
+            "draft_step_ms": self._draft_step.points,
+            "draft_round_ms": self._draft_round.points,
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Start from the medians that `state` gave; what is measured afterwards replaces them step by step.
-
-        Raises:
-            ValueError: a size is not a whole number of 0 or more, or a time none that a step can take.
-        """
-        for points in (*state["verify_ms"].values(), state["draft_step_ms"], state["draft_round_ms"]):
-            for size, ms in points:
-                if not (0 <= size <= MAX_SIZE and 0 <= ms <= MAX_MS):
-                    raise ValueError(f"costs hold [{size!r:.40}, {ms!r:.40}], must be a size from 0 and ms from 0")
+        """Start from the medians that `state` gave; what is measured afterwards replaces them step by step."""
         self._verify = {int(size): _Medians(points) for size, points in state["verify_ms"].items()}
         self._draft_step = _Medians(state["draft_step_ms"])
         self._draft_round = _Medians(state["draft_round_ms"])
@@ -215,18 +189,18 @@ class _Medians:
 
     Args:
         points: [size, ms] pairs to start from.
+    Attributes:
+        points: [size, median ms] of every cell that can be trusted, or of all while none can, by size.
+        curve: (sizes ascending, ms ascending), or None while nothing was timed.
     """
 
-    def __init__(self, points: list[list[float]] | None = None) -> None:
+    def __init__(self, points: list[list[float]] | tuple[()] = ()) -> None:
         self._times: dict[int, deque[tuple[float, float]]] = {}
-        self._medians: dict[int, list[float]] = {}  # cell -> [mean size, median ms], of trusted cells
-        self._spreads: dict[int, float] = {}  # cell -> median distance from that median, relative to it
-        self._changed: set[int] = set()
         self._since_refresh = 0
-        self._curve: tuple[np.ndarray, np.ndarray] | None = None
-        for size, ms in points or []:
+        self.points: list[list[float]] = []
+        self.curve: tuple[np.ndarray, np.ndarray] | None = None
+        for size, ms in points:
             self._times[cell_of(int(size))] = deque([(size, ms)] * MIN_SAMPLES, WINDOW)
-            self._changed.add(cell_of(int(size)))
         if points:
             self._refresh()
 
@@ -234,12 +208,10 @@ class _Medians:
         """Take one time in; return whether the curve changed. What no clock shows is ignored."""
         if not 0 <= ms <= MAX_MS:
             return False
-        cell = cell_of(size)
-        times = self._times.setdefault(cell, deque(maxlen=WINDOW))
+        times = self._times.setdefault(cell_of(size), deque(maxlen=WINDOW))
         times.append((size, ms))
-        self._changed.add(cell)
         self._since_refresh += 1
-        if len(times) == MIN_SAMPLES or self._since_refresh >= REFRESH_SAMPLES or self._curve is None:
+        if len(times) == MIN_SAMPLES or self._since_refresh >= REFRESH_SAMPLES or self.curve is None:
             self._refresh()
             return True
         return False
@@ -247,28 +219,17 @@ class _Medians:
     def samples(self, size: int) -> int:
         return len(self._times.get(cell_of(size), ()))
 
-    def points(self) -> list[list[float]]:
-        """[size, median ms] of every cell that can be trusted, or of all while none can, by size."""
-        cells = self._medians or {cell: _median(times) for cell, times in self._times.items()}
-        return [cells[cell] for cell in sorted(cells)]
-
-    def curve(self) -> tuple[np.ndarray, np.ndarray] | None:
-        """(sizes ascending, ms ascending), or None while nothing was timed."""
-        return self._curve
-
     def _refresh(self) -> None:
-        for cell in self._changed:
-            if len(self._times[cell]) >= MIN_SAMPLES:
-                self._medians[cell] = _median(self._times[cell])
-                self._spreads[cell] = _spread(self._times[cell], self._medians[cell][1])
-        self._changed.clear()
         self._since_refresh = 0
-        sizes, times = np.array(self.points()).T
-        if len(self._medians) >= MIN_LINE:
-            counts = np.array([len(self._times[cell]) for cell in sorted(self._medians)])
-            spread = float(np.median(list(self._spreads.values())))
-            times = _leaning_on_a_line(sizes, times, STANDARD_ERROR * spread * times / np.sqrt(counts))
-        self._curve = sizes, _monotone(times.tolist())
+        cells = [self._times[cell] for cell in sorted(self._times)]
+        trusted = [times for times in cells if len(times) >= MIN_SAMPLES]
+        self.points = [_median(times) for times in trusted or cells]
+        sizes, medians = np.array(self.points).T
+        if len(trusted) >= MIN_LINE:
+            counts = np.array([len(times) for times in trusted])
+            spread = np.median([_spread(times, median) for times, median in zip(trusted, medians, strict=True)])
+            medians = _leaning_on_a_line(sizes, medians, STANDARD_ERROR * spread * medians / np.sqrt(counts))
+        self.curve = sizes, _monotone(medians.tolist())
 
 
 def _median(times: deque[tuple[float, float]]) -> list[float]:
@@ -308,7 +269,7 @@ def _leaning_on_a_line(sizes: np.ndarray, times: np.ndarray, errors: np.ndarray)
 
 def cell_of(size: int) -> int:
     """Return the size whose cell a size shares: itself up to 8, above that one within about a fifth."""
-    return size if size <= 8 else _SIZE_LIST[min(bisect_left(_SIZE_LIST, size), len(_SIZE_LIST) - 1)]
+    return size if size <= 8 else _SIZES[min(bisect_left(_SIZES, size), len(_SIZES) - 1)]
 
 
 def _nearest(sizes: dict[int, Any], size: int) -> int:
@@ -329,10 +290,10 @@ def _monotone(values: tuple[float, ...]) -> np.ndarray:
 
 def _at(size: int, points: tuple[np.ndarray, np.ndarray]) -> float:
     """Return a curve's value at one size; beyond a single point it is level."""
-    return float(_interpolate(np.array([size]), *points, default_slope=0.0)[0])
+    return float(_interpolate(np.array([size]), *points)[0])
 
 
-def _interpolate(at: np.ndarray, xs: np.ndarray, ys: np.ndarray, default_slope: float) -> np.ndarray:
+def _interpolate(at: np.ndarray, xs: np.ndarray, ys: np.ndarray, default_slope: float = 0.0) -> np.ndarray:
     """Linear between the points, level before the first, with the mean slope beyond the last."""
     slope = (ys[-1] - ys[0]) / (xs[-1] - xs[0]) if len(xs) > 1 else default_slope
     return np.interp(at, xs, ys) + slope * np.maximum(at - xs[-1], 0.0)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
+from scipy.special import expit, logit
 
 from vllm_eesd.simulate.replay import Batch, Replay, replay
 from vllm_eesd.simulate.world import World
@@ -11,6 +14,8 @@ from vllm_eesd.trace import DenseTrace
 #: The oracle's throughput is found by repeating the replay with that of the last one.
 _ORACLE_PASSES = 4
 _NEWTON_STEPS = 25
+#: The longest length among which the best is chosen in hindsight.
+LONGEST_FIXED = 8
 
 
 class Oracle:
@@ -56,6 +61,14 @@ class FixedLength:
 
     def observe(self, batch: Batch, num_verified: np.ndarray, num_accepted: np.ndarray, ms: float) -> None:
         """Nothing to learn."""
+
+
+def best_fixed(trace: DenseTrace, world: Callable[[], World], batch_size: int) -> tuple[int, Replay]:
+    """Return the best fixed draft length in hindsight, the shortest of equals, and its replay in a fresh world."""
+    lengths = range(min(LONGEST_FIXED, trace.num_speculative_tokens) + 1)
+    replays = [replay(trace, FixedLength(), world(), batch_size, length) for length in lengths]
+    best = max(lengths, key=lambda length: replays[length].goodput_vs_plain)
+    return best, replays[best]
 
 
 class AdaptiveVerification:
@@ -114,16 +127,11 @@ def fit_confidence(trace: DenseTrace):
     features = np.stack([np.ones(len(accepted)), _log_odds(confidences[judged])])
     weights = np.array([0.0, 1.0])
     for _ in range(_NEWTON_STEPS):
-        predicted = _logistic(weights @ features)
+        predicted = expit(weights @ features)
         curvature = (features * (predicted * (1 - predicted))) @ features.T + 1e-6 * np.eye(2)
         weights = weights + np.linalg.solve(curvature, features @ (accepted - predicted))
-    return lambda confidence: _logistic(weights[0] + weights[1] * _log_odds(confidence))
+    return lambda confidence: expit(weights[0] + weights[1] * _log_odds(confidence))
 
 
 def _log_odds(probability: np.ndarray) -> np.ndarray:
-    clipped = np.clip(probability.astype(np.float64), 1e-3, 1 - 1e-3)
-    return np.log(clipped / (1 - clipped))
-
-
-def _logistic(log_odds: np.ndarray) -> np.ndarray:
-    return 1 / (1 + np.exp(-log_odds))
+    return logit(probability.astype(np.float64).clip(1e-3, 1 - 1e-3))

@@ -12,10 +12,10 @@ from rich.console import Console
 from rich.table import Table
 
 from vllm_eesd.policy import BetaPosterior, build_policy
-from vllm_eesd.simulate.peers import FixedLength
+from vllm_eesd.simulate.peers import best_fixed
 from vllm_eesd.simulate.replay import PolicyDrafter, replay
 from vllm_eesd.simulate.roofline import GPUS, Overheads, Roofline, Shape, costs_of
-from vllm_eesd.simulate.run import FIXED_LENGTHS, load_traces
+from vllm_eesd.simulate.run import load_traces
 from vllm_eesd.simulate.world import World
 from vllm_eesd.trace import DenseTrace
 
@@ -125,8 +125,7 @@ def plan_batch(trace: DenseTrace, machine: Roofline, batch: int, args: argparse.
         return World(costs, seed=args.seed)
 
     depth = trace.num_speculative_tokens
-    fixed = {k: replay(trace, FixedLength(), world(), batch, k).goodput_vs_plain for k in FIXED_LENGTHS if k <= depth}
-    best = max(fixed, key=fixed.__getitem__)
+    best, fixed = best_fixed(trace, world, batch)
     policy = build_policy(args.policy, BetaPosterior(batch, *trace.prior), args.seed, {})
     replayed = replay(trace, PolicyDrafter(policy), world(), batch)
     true, memory = world(), machine.memory_gb(batch)
@@ -137,7 +136,7 @@ def plan_batch(trace: DenseTrace, machine: Roofline, batch: int, args: argparse.
         verify_ms=true.verify_ms(batch, batch * depth),
         plain_tokens_per_s=1e3 * batch / true.plain_ms(batch),
         best_fixed=best,
-        best_fixed_speedup=fixed[best],
+        best_fixed_speedup=fixed.goodput_vs_plain,
         speedup=replayed.goodput_vs_plain,
         draft_length=replayed.mean_draft_length,
         memory_gb=memory,

@@ -8,13 +8,13 @@ from collections.abc import Sequence
 import numpy as np
 from matplotlib.figure import Figure
 
-from vllm_eesd.simulate.outcome import Outcome
+from vllm_eesd.simulate.replay import PolicyReplay
 
 #: In the two lower panels more lines than these cannot be told apart.
 SHOWN = ("goodput", "beta_ts", "best_fixed", "vllm_adaptive")
 
 
-def plot(path: str | os.PathLike, outcomes: Sequence[Outcome]) -> None:
+def plot(path: str | os.PathLike, outcomes: Sequence[PolicyReplay]) -> None:
     """Write a PNG: goodput per policy and trace; regret against the oracle and draft lengths on the last trace."""
     figure = Figure(figsize=(11, 9), layout="constrained")
     axes = figure.subplot_mosaic([["goodput", "goodput"], ["regret", "lengths"]])
@@ -25,7 +25,7 @@ def plot(path: str | os.PathLike, outcomes: Sequence[Outcome]) -> None:
     figure.savefig(path, dpi=120, format="png", metadata={"Software": None})
 
 
-def _plot_goodput(axes, outcomes: Sequence[Outcome]) -> None:
+def _plot_goodput(axes, outcomes: Sequence[PolicyReplay]) -> None:
     traces = list(dict.fromkeys(outcome.trace for outcome in outcomes))
     policies = list(dict.fromkeys(outcome.policy for outcome in outcomes))
     width = 0.8 / len(policies)
@@ -40,7 +40,7 @@ def _plot_goodput(axes, outcomes: Sequence[Outcome]) -> None:
     axes.legend(ncols=5, fontsize="small", loc="lower center", bbox_to_anchor=(0.5, 1.0))
 
 
-def _plot_regret(axes, outcomes: Sequence[Outcome]) -> None:
+def _plot_regret(axes, outcomes: Sequence[PolicyReplay]) -> None:
     oracle = next(outcome.replay for outcome in outcomes if outcome.policy == "oracle")
     step_ms = float(np.mean(oracle.plain_ms))
     for outcome in outcomes:
@@ -54,7 +54,7 @@ def _plot_regret(axes, outcomes: Sequence[Outcome]) -> None:
     axes.legend(fontsize="small")
 
 
-def _plot_lengths(axes, outcomes: Sequence[Outcome]) -> None:
+def _plot_lengths(axes, outcomes: Sequence[PolicyReplay]) -> None:
     longest = max(max(outcome.replay.draft_lengths) for outcome in outcomes)
     shown = [outcome for outcome in outcomes if outcome.policy in (*SHOWN[:2], "oracle")]
     width = 0.8 / max(len(shown), 1)

@@ -81,6 +81,30 @@ class Replay:
         return float(np.mean(self.draft_lengths))
 
 
+@dataclass(frozen=True)
+class PolicyReplay:
+    """One policy's replay of one trace.
+
+    Attributes:
+        length: the draft length of `best_fixed`.
+    """
+
+    trace: str
+    policy: str
+    replay: Replay
+    length: int | None = None
+
+    def row(self) -> dict[str, str | float | int]:
+        """Return what `eesd simulate --json` writes of it."""
+        row = {
+            "trace": self.trace,
+            "policy": self.policy,
+            "goodput_vs_plain": round(self.replay.goodput_vs_plain, 4),
+            "mean_draft_length": round(self.replay.mean_draft_length, 3),
+        }
+        return row if self.length is None else row | {"length": self.length}
+
+
 def replay(
     trace: DenseTrace, drafter: Drafter, world: World, batch_size: int = 1, max_draft: int | None = None
 ) -> Replay:

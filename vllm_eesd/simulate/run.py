@@ -12,14 +12,11 @@ from rich.console import Console
 from rich.table import Table
 
 from vllm_eesd.policy import POLICIES, BetaPosterior, build_policy
-from vllm_eesd.simulate.outcome import Outcome
-from vllm_eesd.simulate.peers import AdaptiveVerification, FixedLength, fit_confidence, oracle
-from vllm_eesd.simulate.replay import PolicyDrafter, replay
+from vllm_eesd.simulate.peers import AdaptiveVerification, best_fixed, fit_confidence, oracle
+from vllm_eesd.simulate.replay import PolicyDrafter, PolicyReplay, replay
 from vllm_eesd.simulate.world import World
 from vllm_eesd.trace import DenseTrace, read_trace
 
-#: Lengths among which the best is chosen in hindsight.
-FIXED_LENGTHS = range(9)
 #: What policies are compared with, in the table's order.
 REFERENCES = ("oracle", "best_fixed", "vllm_adaptive")
 MIXED = "mixed"
@@ -99,7 +96,7 @@ def simulate(
     seed: int = 0,
     draft_scale: float = 1.0,
     verify_scale: float = 1.0,
-) -> list[Outcome]:
+) -> list[PolicyReplay]:
     """Return the replays of one trace: `REFERENCES` first, then the policies, each with fresh state.
 
     Args:
@@ -113,23 +110,20 @@ def simulate(
     def world() -> World:
         return World(trace.costs, draft_scale, verify_scale, seed)
 
-    fixed = [
-        replay(trace, FixedLength(), world(), batch, k) for k in FIXED_LENGTHS if k <= trace.num_speculative_tokens
-    ]
-    best = max(range(len(fixed)), key=lambda k: fixed[k].goodput_vs_plain)
+    length, fixed = best_fixed(trace, world, batch)
     controller = AdaptiveVerification(fit_confidence(trace), batch, trace.num_speculative_tokens)
     outcomes = [
-        Outcome(name, "oracle", oracle(trace, world(), batch)),
-        Outcome(name, "best_fixed", fixed[best], best),
-        Outcome(name, "vllm_adaptive", replay(trace, controller, world(), batch)),
+        PolicyReplay(name, "oracle", oracle(trace, world(), batch)),
+        PolicyReplay(name, "best_fixed", fixed, length),
+        PolicyReplay(name, "vllm_adaptive", replay(trace, controller, world(), batch)),
     ]
     for policy_name in policies:
         policy = build_policy(policy_name, BetaPosterior(batch, *trace.prior), seed, {})
-        outcomes.append(Outcome(name, policy_name, replay(trace, PolicyDrafter(policy), world(), batch)))
+        outcomes.append(PolicyReplay(name, policy_name, replay(trace, PolicyDrafter(policy), world(), batch)))
     return outcomes
 
 
-def table(name: str, trace: DenseTrace, outcomes: list[Outcome], batch: int) -> Table:
+def table(name: str, trace: DenseTrace, outcomes: list[PolicyReplay], batch: int) -> Table:
     """Return the outcomes of one trace as a table, the fastest policy first below the references."""
     positions = sum(len(request.matches) for request in trace.requests)
     title = f"{name}: {len(trace.requests)} requests, {positions} tokens, batch {batch}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -47,25 +46,27 @@ class World:
     def __init__(
         self, costs: dict[str, Any] | None = None, draft_scale: float = 1.0, verify_scale: float = 1.0, seed: int = 0
     ) -> None:
-        model = CostModel()
-        model.restore(costs or default_costs())
+        self._model = CostModel()
+        self._model.restore(costs or default_costs())
         self._draft_scale, self._verify_scale = draft_scale, verify_scale
-        self._model = model
         self._generator = np.random.default_rng(seed)
-        self.plain_ms = lru_cache(maxsize=None)(lambda num_reqs: self.verify_ms(num_reqs, 0))
-        self.verify_ms = lru_cache(maxsize=None)(self._verify_ms)
-        self.draft_step_ms = lru_cache(maxsize=None)(self._draft_step_ms)
-        self.draft_round_ms = lru_cache(maxsize=None)(self._draft_round_ms)
 
-    def _verify_ms(self, num_reqs: int, num_drafts: int) -> float:
+    def plain_ms(self, num_reqs: int) -> float:
+        """Return the time of a step without drafts."""
+        return self.verify_ms(num_reqs, 0)
+
+    def verify_ms(self, num_reqs: int, num_drafts: int) -> float:
+        """Return the time of a step in which so many drafts are verified in all."""
         curve = self._model.verify_curve(num_reqs, max(num_drafts, 1))
         grown = curve[num_drafts] - curve[0] - (self._model.round_ms(num_reqs) if num_drafts else 0.0)
         return float(curve[0] + self._verify_scale * grown)
 
-    def _draft_step_ms(self, num_rows: int) -> float:
+    def draft_step_ms(self, num_rows: int) -> float:
+        """Return the time of a draft step."""
         return float(self._draft_scale * self._model.draft_curve(num_rows)[num_rows])
 
-    def _draft_round_ms(self, num_reqs: int) -> float:
+    def draft_round_ms(self, num_reqs: int) -> float:
+        """Return what a drafted round costs on top of its draft steps."""
         return self._draft_scale * self._model.round_ms(num_reqs)
 
     def measured(self, ms: float) -> float:
