@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm_eesd.policy.beta_ts import BetaThompson
-from vllm_eesd.policy.calibrated_ts import CalibratedThompson
 from vllm_eesd.policy.calibration import Calibration
 from vllm_eesd.policy.costs import CostModel
 from vllm_eesd.policy.fixed import Fixed
@@ -13,6 +11,7 @@ from vllm_eesd.policy.goodput import Goodput
 from vllm_eesd.policy.posterior import BetaPosterior
 from vllm_eesd.policy.protocol import DraftLengthPolicy, Outcome
 from vllm_eesd.policy.state import load_state
+from vllm_eesd.policy.thompson import BetaThompson, CalibratedThompson
 from vllm_eesd.policy.thresholds import AdaEDL, Confidence, DraftVerify
 from vllm_eesd.policy_args import read_policy_args
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -30,7 +31,6 @@ class Round:
     emitted: list[int]
 
 
-@dataclass
 class DraftStats:
     """Counters of decoding rounds, per request and round.
 
@@ -41,28 +41,18 @@ class DraftStats:
         num_speculative_tokens: K.
     """
 
-    num_speculative_tokens: int
-    rounds: int = 0
-    emitted: int = 0
-    decode_ms: float = 0.0
-    plain_ms: float = 0.0
-    not_finite: int = 0
-    copied: int = 0
-    copied_accepted: int = 0
-    #: Lists: counting one round in them takes a tenth of what an array takes.
-    draft_length_histogram: list[int] = field(init=False)
-    accepted_length_histogram: list[int] = field(init=False)
-    _record: list[Round] | None = field(default=None, init=False)
-
     #: Rounds kept for `take_rounds`; older ones are dropped when none are taken.
     MAX_RECORDED_ROUNDS = 100_000
 
-    def __post_init__(self) -> None:
+    def __init__(self, num_speculative_tokens: int) -> None:
+        self.num_speculative_tokens = num_speculative_tokens
+        self._record: deque[Round] | None = None
         self.reset()
 
     def reset(self) -> None:
         self.rounds = self.emitted = self.not_finite = self.copied = self.copied_accepted = 0
         self.decode_ms = self.plain_ms = 0.0
+        # Lists: counting one round in them takes a tenth of what an array takes.
         self.draft_length_histogram = [0] * (self.num_speculative_tokens + 1)
         self.accepted_length_histogram = [0] * (self.num_speculative_tokens + 1)
 
@@ -71,8 +61,6 @@ class DraftStats:
         num_accepted = len(emitted) - 1
         self.count_lengths(len(draft), num_accepted)
         if self._record is not None:
-            if len(self._record) >= self.MAX_RECORDED_ROUNDS:
-                del self._record[: self.MAX_RECORDED_ROUNDS // 2]
             self._record.append(Round(request_id, list(draft), num_accepted, list(emitted)))
 
     def count_lengths(self, num_drafted: int, num_accepted: int, num_rounds: int = 1) -> None:
@@ -133,8 +121,8 @@ class DraftStats:
 
     def take_rounds(self) -> list[Round]:
         """Return the rounds since the last call and go on recording; the first call starts it."""
-        taken, self._record = self._record or [], []
-        return taken
+        taken, self._record = self._record or (), deque(maxlen=self.MAX_RECORDED_ROUNDS)
+        return list(taken)
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain numbers, as `eesd bench` and the metrics print them."""

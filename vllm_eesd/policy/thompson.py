@@ -1,4 +1,4 @@
-"""The paper's second variant: Thompson sampling around the calibrated confidence of the last drafted token."""
+"""The paper's two policies: Thompson sampling decides after every drafted token."""
 
 from __future__ import annotations
 
@@ -8,6 +8,20 @@ from vllm_eesd.policy.protocol import DraftLengthPolicy
 
 #: Keeps both parameters of a Beta distribution positive.
 _MARGIN = 1e-3
+
+
+class BetaThompson(DraftLengthPolicy):
+    """After every drafted token draw theta ~ Beta(alpha, beta), chi ~ Bernoulli(theta); continue while chi = 1.
+
+    The first token is always drafted.
+    Source: arXiv 2406.03853, section 3.3.
+    """
+
+    def more(self, slots: np.ndarray, num_drafted: int, confidence: np.ndarray | None) -> np.ndarray:
+        if num_drafted == 0:
+            return np.ones(len(slots), dtype=bool)
+        theta = self.posterior.draw(slots, self._generator)
+        return self._generator.random(len(slots)) < theta
 
 
 class CalibratedThompson(DraftLengthPolicy):
