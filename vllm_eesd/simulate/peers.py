@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 from scipy.special import expit, logit
 
-from vllm_eesd.simulate.replay import Batch, Replay, replay
+from vllm_eesd.simulate.replay import Batch, Drafter, Replay, replay
 from vllm_eesd.simulate.world import World
 from vllm_eesd.trace import DenseTrace
 
@@ -18,7 +18,7 @@ _NEWTON_STEPS = 25
 LONGEST_FIXED = 8
 
 
-class Oracle:
+class Oracle(Drafter):
     """Knows every outcome: drafts no token that will be rejected, and stops where a token costs more than it is worth.
 
     Args:
@@ -40,9 +40,6 @@ class Oracle:
                 best, best_value = cut, num_drafts - self.rate * ms
         return best, best
 
-    def observe(self, batch: Batch, num_verified: np.ndarray, num_accepted: np.ndarray, ms: float) -> None:
-        """Nothing to learn."""
-
 
 def oracle(trace: DenseTrace, world: World, batch_size: int) -> Replay:
     """Return the replay of the `Oracle` at its own throughput."""
@@ -53,14 +50,11 @@ def oracle(trace: DenseTrace, world: World, batch_size: int) -> Replay:
     return best
 
 
-class FixedLength:
+class FixedLength(Drafter):
     """Drafts as many tokens as the replay allows; no policy's overhead, so that hindsight is quick to compute."""
 
     def draft(self, batch: Batch, world: World) -> tuple[np.ndarray, np.ndarray]:
         return batch.limits, batch.limits
-
-    def observe(self, batch: Batch, num_verified: np.ndarray, num_accepted: np.ndarray, ms: float) -> None:
-        """Nothing to learn."""
 
 
 def best_fixed(trace: DenseTrace, world: Callable[[], World], batch_size: int) -> tuple[int, Replay]:
@@ -71,7 +65,7 @@ def best_fixed(trace: DenseTrace, world: Callable[[], World], batch_size: int) -
     return best, replays[best]
 
 
-class AdaptiveVerification:
+class AdaptiveVerification(Drafter):
     """vLLM 0.32's controller: always drafts K tokens, then verifies those worth it by confidence and cost tables.
 
     A draft token's survival is the product of its request's confidences up to it. Tokens are admitted in the order of
@@ -112,9 +106,6 @@ class AdaptiveVerification:
         draft_ms = world.draft_round_ms(num_reqs) + valid.shape[1] * world.draft_step_ms(num_reqs)
         verify_ms = np.array([world.verify_ms(num_reqs, drafts) for drafts in range(len(scores) + 1)])
         return int(np.argmax(tokens / (draft_ms + verify_ms)))
-
-    def observe(self, batch: Batch, num_verified: np.ndarray, num_accepted: np.ndarray, ms: float) -> None:
-        """It learns nothing while it serves."""
 
 
 def fit_confidence(trace: DenseTrace):

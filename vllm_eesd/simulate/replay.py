@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import numpy as np
 
@@ -42,14 +41,15 @@ class Batch:
         self.matches[row] = np.cumprod(followed == tokens[: len(followed)]).sum()
 
 
-class Drafter(Protocol):
+class Drafter:
     """Decides drafts in a replay."""
 
     def draft(self, batch: Batch, world: World) -> tuple[np.ndarray, np.ndarray]:
-        """Return ([num_rows] tokens drafted, [num_rows] submitted for verification: of those, or copied)."""
+        """Return ([num_rows] tokens drafted, [num_rows] submitted for verification: of those, or n-gram drafts)."""
+        raise NotImplementedError
 
-    def observe(self, batch: Batch, num_verified: np.ndarray, num_accepted: np.ndarray, ms: float) -> None:
-        """Take in the step's outcome and its true time."""
+    def observe(self, batch: Batch, num_verified: np.ndarray, num_accepted: np.ndarray) -> None:
+        """Take in the step's outcome; by default nothing is learned."""
 
 
 @dataclass
@@ -159,7 +159,7 @@ def _step(batch: Batch, drafter: Drafter, world: World, result: Replay) -> np.nd
     if num_drafted.any():
         ms += world.draft_round_ms(num_reqs)
         ms += sum(world.draft_step_ms(int((num_drafted > k).sum())) for k in range(num_drafted.max()))
-    drafter.observe(batch, num_verified, num_accepted, ms)
+    drafter.observe(batch, num_verified, num_accepted)
     result.ms.append(ms)
     result.plain_ms.append(world.plain_ms(num_reqs))
     result.tokens.append(num_reqs + int(num_accepted.sum()))
@@ -168,7 +168,7 @@ def _step(batch: Batch, drafter: Drafter, world: World, result: Replay) -> np.nd
     return num_accepted + 1
 
 
-class PolicyDrafter:
+class PolicyDrafter(Drafter):
     """A policy in a replay, driven by the same rounds as in the engine; it sees measurements only.
 
     Where it uses n-gram drafts and the trace holds texts, they are at most as long as the trace's longest draft.
@@ -211,7 +211,7 @@ class PolicyDrafter:
         self._ngrams.update(slots, batch.texts, slots, batch.num_tokens[rows], np.ones(len(rows), dtype=bool))
         return self._ngrams
 
-    def observe(self, batch: Batch, num_verified: np.ndarray, num_accepted: np.ndarray, ms: float) -> None:
+    def observe(self, batch: Batch, num_verified: np.ndarray, num_accepted: np.ndarray) -> None:
         made = self._round.confidences, self._round.from_ngrams
         shared = np.ones(len(batch.slots), dtype=bool)
         self.policy.observe(Outcome(batch.slots, num_verified, num_accepted, *made, shared))
