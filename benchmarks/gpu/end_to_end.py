@@ -99,7 +99,8 @@ def impose_acceptance_on_eesd() -> None:
 
     def imposed(cls, *args, **kwargs):
         config = build(cls, *args, **kwargs)
-        config.rejection_sample_method, config.synthetic_acceptance_rates = "synthetic", list(RATES)
+        config.rejection_sample_method = "synthetic"
+        config.synthetic_acceptance_rates = RATES[: config.num_speculative_tokens]
         return config
 
     EESDSpeculativeConfig.build = classmethod(imposed)

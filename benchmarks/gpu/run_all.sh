@@ -33,6 +33,7 @@ stages=(
     "eager|10|$python benchmarks/gpu/lossless.py --dtype float32 --num-prompts 8 --max-tokens 64 --engine '$eager' --json $results/gpu_lossless_eager.json"
     "graphs_alone|10|$python benchmarks/gpu/lossless.py --dtype float32 --num-prompts 8 --max-tokens 64 --engine '$graphs_alone' --json $results/gpu_lossless_graphs_alone.json"
     "lossless|10|$python benchmarks/gpu/lossless.py --json $results/gpu_lossless.json"
+    "rounds|10|$python benchmarks/gpu/trace_rounds.py 8b --json $results/gpu_rounds.json"
     "bench_kernels|20|$python benchmarks/bench_kernels.py"
     "embedded|15|$python -m vllm_eesd.cli bench latency --model $model --prompts $prompts --methods plain,eesd,ngram --batch 1,8,32 --dtype bfloat16 --json $results/gpu_embedded.json"
     "end_to_end_1b|20|$python benchmarks/gpu/end_to_end.py 1b --csv $results/gpu_end_to_end.csv"

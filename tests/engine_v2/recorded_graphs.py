@@ -134,5 +134,3 @@ def install(patch: Any) -> list[Graph]:
     patch.setattr(torch.cuda, "graph", Capture)
     patch.setattr(InterpretedFunction, "run", lambda self, *args, **kwargs: launch(run, self, *args, **kwargs))
     return graphs
-
-

@@ -104,9 +104,10 @@ def test_greedy_identity_from_graphs(
     sampling, kernels, in_graphs = ENGINES[kind]
     calls = force_kernels(monkeypatch) if kernels else None
     spec = spec | {"draft_sample_method": sampling}
-    with as_on_a_gpu("FULL_DECODE_ONLY", SIZES, in_graphs) as seen, engine(
-        random_target, spec, **OPTIONS, **IN_GRAPHS
-    ) as llm:
+    with (
+        as_on_a_gpu("FULL_DECODE_ONLY", SIZES, in_graphs) as seen,
+        engine(random_target, spec, **OPTIONS, **IN_GRAPHS) as llm,
+    ):
         runner = runner_of(llm)
         targets, drafts = runner.cudagraph_manager.graphs, runner.speculator._graphs.graphs
         assert sorted(graph.num_tokens for graph in targets) == SIZES
