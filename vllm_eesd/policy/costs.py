@@ -34,7 +34,11 @@ class CostModel:
 
     Args:
         draft_ratio: a draft step relative to a plain step until measured; (N + 1) / L layers is a good guess.
+    Attributes:
+        all_rows_draft: whether a draft step runs all rows of a batch, those that draft nothing as well.
     """
+
+    all_rows_draft = False
 
     def __init__(self, draft_ratio: float = 0.125) -> None:
         self.draft_ratio = draft_ratio
@@ -112,6 +116,8 @@ class CostModel:
                 curve = np.full(max_rows + 1, self.draft_ratio * self._verification(max_rows, np.zeros(1))[0])
             else:
                 curve = _interpolate(np.arange(max_rows + 1), *points)
+            if self.all_rows_draft:
+                curve[:] = curve[-1]
             curve[0] = 0.0
             self._draft_curves[max_rows] = curve
         return self._draft_curves[max_rows]

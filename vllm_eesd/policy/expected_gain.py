@@ -205,12 +205,13 @@ def _worth_more_than_drafting(
 
 
 @numba.njit(cache=True)
-def round_cost(num_verified: np.ndarray, from_ngrams: np.ndarray, times: Times) -> tuple[float, float]:
+def round_cost(num_verified: np.ndarray, from_ngrams: np.ndarray, num_steps: int, times: Times) -> tuple[float, float]:
     """Return a round's time, and that of drafting and of verifying what was drafted, in plain steps.
 
     Args:
         num_verified: [num_reqs] int64, not all 0.
         from_ngrams: [num_reqs] bool, whose were n-gram drafts.
+        num_steps: draft steps that ran, if more than the longest draft has tokens.
     """
     verify, draft, round_ms = times
     of_ngrams = of_drafts = longest = 0
@@ -223,10 +224,10 @@ def round_cost(num_verified: np.ndarray, from_ngrams: np.ndarray, times: Times) 
     if of_drafts == 0:
         return (verify[of_ngrams] - round_ms) / verify[0], 0.0
     ms = verify[of_ngrams + of_drafts]
-    for step in range(longest):
+    for step in range(max(longest, num_steps)):
         rows = 0
         for row in range(len(num_verified)):
             if num_verified[row] > step and not from_ngrams[row]:
                 rows += 1
-        ms += draft[rows]
+        ms += draft[max(rows, 1)]
     return ms / verify[0], (ms - verify[of_ngrams]) / verify[0]

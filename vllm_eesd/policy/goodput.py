@@ -58,6 +58,7 @@ class Goodput(DraftLengthPolicy):
     """
 
     needs_confidence = True
+    plans_ahead = True
 
     settings: GoodputArgs
 
@@ -89,7 +90,7 @@ class Goodput(DraftLengthPolicy):
         self._draw(no_rows)
         self._survive(no_rows, 1, no_rows.astype(np.float32))
         self._rows_to_extend(no_rows, 0)
-        expected_gain.round_cost(np.ones(1, dtype=np.int64), np.zeros(1, dtype=bool), self._times_of(1))
+        expected_gain.round_cost(np.ones(1, dtype=np.int64), np.zeros(1, dtype=bool), 0, self._times_of(1))
 
     def reset(self, slots: np.ndarray, keys: Sequence[str] | None = None) -> None:
         super().reset(slots, keys)
@@ -194,7 +195,9 @@ class Goodput(DraftLengthPolicy):
         if outcome.num_verified.any():
             self._quiet_rounds = 0
             times = self._times_of(num_reqs)
-            cost, cost_of_drafts = expected_gain.round_cost(outcome.num_verified, outcome.from_ngrams, times)
+            cost, cost_of_drafts = expected_gain.round_cost(
+                outcome.num_verified, outcome.from_ngrams, outcome.num_steps, times
+            )
             gain_of_drafts = int(outcome.num_accepted[~outcome.from_ngrams].sum()) - num_reqs * cost_of_drafts
         self.guard.settle(num_reqs, cost, num_tokens, gain_of_drafts)
         self.speedup += (num_tokens / (num_reqs * cost) - self.speedup) / SPEEDUP_ROUNDS

@@ -28,6 +28,7 @@ class Outcome(NamedTuple):
         from_ngrams: [num_rows] bool, whose drafts were n-gram drafts.
         updates_shared_prior: [num_rows] bool, which may teach what other requests use (the learned prior, the
             calibration): not those with penalties, bad_words, allowed_token_ids or a grammar.
+        num_steps: draft steps that ran, where more did than the longest draft verified has tokens.
     """
 
     slots: np.ndarray
@@ -36,6 +37,7 @@ class Outcome(NamedTuple):
     confidences: np.ndarray
     from_ngrams: np.ndarray
     updates_shared_prior: np.ndarray
+    num_steps: int = 0
 
     def of_exit_head(self) -> Outcome:
         """Return the same with n-gram drafts counted as none: they say nothing of the exit head."""
@@ -64,10 +66,13 @@ class DraftLengthPolicy:
         settings: the policy's own; the defaults of all policies when None.
     Attributes:
         needs_confidence: whether `more` wants the confidence of the last drafted token.
+        plans_ahead: whether `more`, told no confidence, decides by what it expects of the drafts to come: it can be
+            asked for a whole round at once.
         uses_ngrams: whether `take_ngrams` may return anything but zeros.
     """
 
     needs_confidence: bool = False
+    plans_ahead: bool = False
     uses_ngrams: bool = False
 
     def __init__(

@@ -67,6 +67,19 @@ class DraftRound:
             self.confidences[self.rows, self.num_decided - 1] = confidence
         self._extend(confidence)
 
+    def decide_ahead(self, confidences: np.ndarray) -> None:
+        """Decide the whole round before any draft step of it has run.
+
+        Args:
+            confidences: [num_rows, any] float32, of each request's last drafts that are known, NaN where unknown: a
+                policy that cannot do without is told these instead of the coming ones.
+        """
+        while len(self.rows):
+            told = None
+            if self.policy.needs_confidence and not self.policy.plans_ahead:
+                told = confidences[self.rows, self.num_decided - 1]
+            self._extend(told)
+
     def _extend(self, confidence: np.ndarray | None) -> None:
         if not len(self.rows):
             return

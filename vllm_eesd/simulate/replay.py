@@ -155,10 +155,7 @@ def _step(batch: Batch, drafter: Drafter, world: World, result: Replay) -> np.nd
     num_reqs = len(batch.slots)
     num_drafted, num_verified = drafter.draft(batch, world)
     num_accepted = np.minimum(num_verified, batch.matches)
-    ms = world.verify_ms(num_reqs, int(num_verified.sum()))
-    if num_drafted.any():
-        ms += world.draft_round_ms(num_reqs)
-        ms += sum(world.draft_step_ms(int((num_drafted > k).sum())) for k in range(num_drafted.max()))
+    ms = world.round_ms(num_reqs, num_drafted, num_verified)
     drafter.observe(batch, num_verified, num_accepted)
     result.ms.append(ms)
     result.plain_ms.append(world.plain_ms(num_reqs))

@@ -69,6 +69,19 @@ class World:
         """Return what a drafted round costs on top of its draft steps."""
         return self._draft_scale * self._model.round_ms(num_reqs)
 
+    def round_ms(self, num_reqs: int, num_drafted: np.ndarray, num_verified: np.ndarray) -> float:
+        """Return the time of drafting and of the step that verifies it, one after the other.
+
+        Args:
+            num_drafted: [num_reqs] tokens that the exit head drafted.
+            num_verified: [num_reqs] tokens submitted.
+        """
+        ms = self.verify_ms(num_reqs, int(num_verified.sum()))
+        if num_drafted.any():
+            ms += self.draft_round_ms(num_reqs)
+            ms += sum(self.draft_step_ms(int((num_drafted > k).sum())) for k in range(num_drafted.max()))
+        return ms
+
     def measured(self, ms: float) -> float:
         """Return one noisy measurement of a time."""
         factor = OUTLIER_FACTOR if self._generator.random() < OUTLIER_SHARE else 1.0

@@ -1,0 +1,183 @@
+"""A device that runs behind its host, in the replay: rounds as Model Runner V2 runs them.
+
+The host launches work on one stream and goes on; it loses time only where it waits for a result. A round is decided
+ahead, every row of the batch runs every draft step, and outcomes reach the policy `READBACK_DELAY` steps late.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from vllm_eesd.config import MAX_SPECULATIVE_TOKENS
+from vllm_eesd.policy import DraftLengthPolicy, Outcome
+from vllm_eesd.round.draft import DraftRound
+from vllm_eesd.simulate.replay import Batch, PolicyDrafter
+from vllm_eesd.simulate.world import World
+
+#: As vllm_eesd/host/v2/readback.py has it.
+READBACK_DELAY = 2
+
+
+@dataclass(frozen=True)
+class HostTimes:
+    """What the host and small operators cost, ms; estimates, not yet measured on a GPU.
+
+    Attributes:
+        step_ms, request_ms: of the host for a step (reading an answer, scheduling, launching the target), and for each
+            of its requests.
+        inputs_host_ms, inputs_device_ms: preparing a round's draft inputs.
+        launch_ms: of the host for a draft step.
+        decide_ms: of the host to wake up after a wait, and to ask the policy.
+        tail_ms: of the device after each draft step's model.
+    """
+
+    step_ms: float = 1.0
+    request_ms: float = 0.012
+    inputs_host_ms: float = 0.03
+    inputs_device_ms: float = 0.01
+    launch_ms: float = 0.03
+    decide_ms: float = 0.08
+    tail_ms: float = 0.005
+
+
+class Device(World):
+    """True costs of a host and the one stream of its device.
+
+    Args:
+        costs: see `World`.
+        host: what the host needs.
+        seed: of the noise.
+    Attributes:
+        verify_seen_ms: from the end of the drafting before the last step of the target to that step's end, as a clock
+            on the stream shows it: where the host is late, drafting fills the gap.
+        events: what the host did, in its order: ("launch", number of a draft step, 0 for the target) or ("wait", the
+            draft step waited for).
+    """
+
+    def __init__(self, costs: dict[str, Any], host: HostTimes, seed: int = 0) -> None:
+        super().__init__(costs, seed=seed)
+        self.host = host
+        self.events: list[tuple[str, int]] = []
+        self._host_ms = self._device_ms = self._last_end = self.verify_seen_ms = 0.0
+        #: When the last two steps of the target end.
+        self._ends = deque([0.0, 0.0], maxlen=2)
+        device_ms = self.plain_ms
+        self.plain_ms = lambda num_reqs: max(device_ms(num_reqs), self._step_ms(num_reqs))
+
+    def _step_ms(self, num_reqs: int) -> float:
+        return self.host.step_ms + self.host.request_ms * num_reqs
+
+    def launch(self, step: int, host_ms: float, device_ms: float) -> float:
+        """Launch work, which the device does after all before it; return when it ends."""
+        self.events.append(("launch", step))
+        return self._launch(host_ms, device_ms)
+
+    def _launch(self, host_ms: float, device_ms: float) -> float:
+        self._host_ms += host_ms
+        self._device_ms = max(self._device_ms, self._host_ms) + device_ms
+        return self._device_ms
+
+    def wait(self, step: int, end: float) -> None:
+        """Let the host sleep until a draft step's end, and decide."""
+        self.events.append(("wait", step))
+        self._host_ms = max(self._host_ms, end) + self.host.decide_ms
+
+    def prepare(self) -> None:
+        """Launch what prepares a round's draft inputs."""
+        self._launch(self.host.inputs_host_ms, self.host.inputs_device_ms)
+
+    def draft_ms(self, num_reqs: int) -> float:
+        """Return the device's time for a draft step of all rows."""
+        return self.draft_step_ms(num_reqs) + self.host.tail_ms
+
+    def round_ms(self, num_reqs: int, num_drafted: np.ndarray, num_verified: np.ndarray) -> float:
+        """Launch the target's step; return the time from the end of the one before to its end."""
+        # An engine with asynchronous scheduling schedules a step once it has answered the last but one.
+        self._host_ms = max(self._host_ms, self._ends[0])
+        drafted = self._device_ms
+        end = self.launch(0, self._step_ms(num_reqs), self.verify_ms(num_reqs, int(num_verified.sum())))
+        self._ends.append(end)
+        self.verify_seen_ms = end - drafted
+        ms, self._last_end = end - self._last_end, end
+        return ms
+
+
+class _Pending(NamedTuple):
+    """What became of a step, not read yet, and which of a slot's requests each row was."""
+
+    outcome: Outcome
+    generations: np.ndarray
+
+
+class DeviceDrafter(PolicyDrafter):
+    """A policy on a device that runs behind its host, in rounds decided ahead; no n-gram drafts.
+
+    Args:
+        policy: fresh.
+    """
+
+    def __init__(self, policy: DraftLengthPolicy) -> None:
+        super().__init__(policy)
+        policy.uses_ngrams = False
+        policy.costs.all_rows_draft = True
+        num_slots = policy.posterior.max_num_reqs
+        self._generation = np.zeros(num_slots, dtype=np.int64)
+        self._known = np.full((num_slots, MAX_SPECULATIVE_TOKENS), np.nan, dtype=np.float32)
+        self._pending: deque[_Pending] = deque()
+
+    def draft(self, batch: Batch, world: Device) -> tuple[np.ndarray, np.ndarray]:
+        new = batch.slots[batch.new]
+        if len(new):
+            self.policy.reset(new)
+            self._generation[new] += 1
+            self._known[new] = np.nan
+        self._learn()
+        num_reqs, costs = len(batch.slots), self.policy.costs
+        if world.verify_seen_ms:
+            costs.observe_verify(self._num_reqs, self._num_tokens, world.measured(world.verify_seen_ms))
+        num_verified, self._num_steps = self._round_of(batch, world)
+        for _ in range(self._num_steps):
+            costs.observe_draft_step(num_reqs, world.measured(world.draft_ms(num_reqs)))
+        self._num_reqs, self._num_tokens = num_reqs, num_reqs + int(num_verified.sum())
+        return num_verified, num_verified
+
+    def _round_of(self, batch: Batch, world: Device) -> tuple[np.ndarray, int]:
+        """Run a round's draft steps; return the tokens each row submits and the number of steps."""
+        round_ = DraftRound(self.policy, batch.slots, batch.limits)
+        round_.decide_ahead(self._known[batch.slots])
+        num_steps = int(round_.lengths.max(initial=0))
+        if num_steps:
+            self._prepare(world, len(batch.slots))
+        for step in range(1, num_steps + 1):
+            world.launch(step, world.host.launch_ms, world.draft_ms(len(batch.slots)))
+        return round_.lengths, num_steps
+
+    def _prepare(self, world: Device, num_reqs: int) -> None:
+        world.prepare()
+        self.policy.costs.observe_draft_round(num_reqs, world.measured(world.host.inputs_device_ms))
+
+    def observe(self, batch: Batch, num_verified: np.ndarray, num_accepted: np.ndarray) -> None:
+        width = batch.confidences.shape[1]
+        confidences = np.full((len(batch.slots), MAX_SPECULATIVE_TOKENS), np.nan, dtype=np.float32)
+        drafted = np.arange(width) < self._num_steps
+        confidences[:, :width] = np.where(drafted, batch.confidences, np.nan)
+        nothing = np.zeros(len(batch.slots), dtype=bool)
+        outcome = Outcome(batch.slots, num_verified, num_accepted, confidences, nothing, ~nothing, self._num_steps)
+        self._pending.append(_Pending(outcome, self._generation[batch.slots]))
+
+    def _learn(self) -> None:
+        """Learn from the step that is now old enough, of requests that still run."""
+        if len(self._pending) <= READBACK_DELAY:
+            return
+        outcome, generations = self._pending.popleft()
+        here = self._generation[outcome.slots] == generations
+        if not here.any():
+            return
+        if outcome.num_steps:
+            self._known[outcome.slots[here]] = outcome.confidences[here]
+        *columns, num_steps = outcome
+        self.policy.observe(Outcome(*(column[here] for column in columns), num_steps))
