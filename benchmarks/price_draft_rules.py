@@ -50,7 +50,7 @@ CONDITION_MS = 0.008
 
 
 class Waits(DeviceDrafter):
-    """The host decides step by step, one step behind what it launches; draft steps are priced by the rows that draft."""
+    """The host decides step by step, one step behind what it launches; it prices draft steps by the rows that draft."""
 
     def __init__(self, policy: Goodput) -> None:
         super().__init__(policy)
