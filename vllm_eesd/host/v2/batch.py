@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+
+if TYPE_CHECKING:
+    from vllm.v1.worker.gpu.input_batch import InputBatch
 
 
 class V2Batch:
     """The batch of the target's step that has just run.
 
-    Args:
-        input_batch: vLLM's InputBatch.
     Source: vllm/v1/worker/gpu/input_batch.py.
     """
 
-    def __init__(self, input_batch: Any) -> None:
+    def __init__(self, input_batch: InputBatch) -> None:
         self._batch = input_batch
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -10,16 +10,21 @@ from vllm_eesd.host.cost_profile import Job, profile
 from vllm_eesd.host.v2.readback import Timestamps
 from vllm_eesd.policy import CostModel
 
+if TYPE_CHECKING:
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
-def profile_costs(runner: Any, speculator: Any, costs: CostModel) -> None:
+    from vllm_eesd.host.v2.draft_steps import DraftSteps
+
+
+def profile_costs(runner: GPUModelRunner, speculator: DraftSteps, costs: CostModel) -> None:
     """Give `costs` something to start from: dummy runs, which have attention and replay CUDA graphs where serving does.
 
     Forwards and draft steps are both timed as the device sees them while it has work waiting, which is how steps are
     timed while serving: what the host does meanwhile is hidden by them.
 
     Args:
-        runner: vLLM's GPUModelRunner, warmed up and its graphs captured.
-        speculator: the `EarlyExitSpeculator`.
+        runner: warmed up and its graphs captured.
+        speculator: the runner's.
     """
     on_gpu = runner.device.type == "cuda"
     synchronize = torch.cuda.synchronize if on_gpu else lambda: None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import nn
@@ -21,7 +21,14 @@ from vllm_eesd.host.v2.compat import (
     set_forward_context,
 )
 
+if TYPE_CHECKING:
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.worker.gpu.block_table import BlockTables
+    from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
+    from vllm.v1.worker.gpu.model_states.interface import ModelState
+
 logger = init_logger("vllm.eesd")
+Metadata = dict[str, object] | None
 
 
 class TargetStep(NamedTuple):
@@ -80,9 +87,11 @@ class DraftSteps(DraftModelSpeculator):
         self._arange = torch.arange(self.max_num_reqs + 1, dtype=torch.int32, device=device)
         self._graphs: SpeculatorCudaGraphManager | None = None
         #: vLLM's, from `set_attn` on; the run that profiles memory comes before there is a KV cache.
-        self.block_tables: Any = None
+        self.block_tables: BlockTables | None = None
 
-    def set_attn(self, model_state: Any, kv_cache_config: Any, block_tables: Any, *target: Any) -> None:
+    def set_attn(
+        self, model_state: ModelState, kv_cache_config: KVCacheConfig, block_tables: BlockTables, *target: object
+    ) -> None:
         """As vLLM's, with metadata for the target layers that drafting runs through as well."""
         super().set_attn(model_state, kv_cache_config, block_tables, *target)
         self.attn_groups, self.attn_cg_support, _ = init_attn_backend(
@@ -148,19 +157,18 @@ class DraftSteps(DraftModelSpeculator):
             last_rows = batch.last_tokens - num_rejected
             self._round_context[:num_reqs] = self.model.round_context(last_hidden_states[last_rows.long()])
 
-    def _run_step(self, step: int, num_reqs: int, graph: Any, seq_lens: torch.Tensor, skip_attn: bool) -> None:
+    def _run_step(
+        self, step: int, num_reqs: int, graph: BatchExecutionDescriptor, seq_lens: torch.Tensor, skip_attn: bool
+    ) -> None:
         """Run one draft step: replay its graph if it has one, after bringing up to date what is not in the graph."""
-        if not skip_attn and not self.supports_decode_metadata_update:
+        in_full_graph = graph.cg_mode == CUDAGraphMode.FULL
+        if not skip_attn and (not self.supports_decode_metadata_update or step == 1 and not in_full_graph):
             self._map_slots(num_reqs, graph.num_tokens)
             self._metadata = self._build_metadata(step, num_reqs, graph, seq_lens)
         elif not skip_attn and step == 1:
-            if graph.cg_mode == CUDAGraphMode.FULL:
-                for group in self.attn_groups[self._kv_group]:
-                    group.map_to_kernel_block_table(self.block_tables.input_block_tables[self._kv_group])
-            else:
-                self._map_slots(num_reqs, graph.num_tokens)
-                self._metadata = self._build_metadata(step, num_reqs, graph, seq_lens)
-        if graph.cg_mode == CUDAGraphMode.FULL:
+            for group in self.attn_groups[self._kv_group]:
+                group.map_to_kernel_block_table(self.block_tables.input_block_tables[self._kv_group])
+        if in_full_graph:
             assert self._graphs is not None
             self._graphs.run_fullgraph(graph)
             return
@@ -176,7 +184,9 @@ class DraftSteps(DraftModelSpeculator):
         )
         self._slot_mappings = build_slot_mappings_by_layer(mapped, self.kv_cache_config)
 
-    def _build_metadata(self, step: int, num_reqs: int, graph: Any, seq_lens: torch.Tensor) -> dict[str, Any] | None:
+    def _build_metadata(
+        self, step: int, num_reqs: int, graph: BatchExecutionDescriptor, seq_lens: torch.Tensor
+    ) -> Metadata:
         return self._build_uniform_attn_metadata(
             batch_desc=graph, num_reqs=num_reqs, num_query_per_req=1, seq_lens_cpu_upper_bound=seq_lens, step=step
         )
@@ -185,7 +195,7 @@ class DraftSteps(DraftModelSpeculator):
         self,
         num_reqs: int,
         num_tokens: int,
-        attn_metadata: dict[str, Any] | None,
+        attn_metadata: Metadata,
         slot_mappings: dict[str, torch.Tensor] | None,
         num_tokens_across_dp: torch.Tensor | None,
         cudagraph_runtime_mode: CUDAGraphMode,
