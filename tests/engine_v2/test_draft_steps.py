@@ -77,8 +77,7 @@ def drafting(modules, monkeypatch):
 
 
 def prepare(drafting, idx_mapping, seq_lens, num_sampled, num_rejected):
-    from vllm_eesd.host.v2.batch import V2Batch
-    from vllm_eesd.host.v2.draft_steps import TargetStep
+    from vllm_eesd.host.v2.batch import TargetStep
 
     idx_mapping = torch.tensor(idx_mapping)
     drafting.idx_mapping.fill_(-1)
@@ -92,7 +91,7 @@ def prepare(drafting, idx_mapping, seq_lens, num_sampled, num_rejected):
     last_sampled = torch.tensor([[10], [20], [30], [40]])
     rejected = torch.tensor(num_rejected, dtype=torch.int32)
     sampled = torch.tensor(num_sampled, dtype=torch.int32)
-    step = TargetStep(V2Batch(batch), torch.zeros(8, 2), sampled, rejected, last_sampled)
+    step = TargetStep(batch, torch.zeros(8, 2), sampled, rejected, last_sampled)
     with NoWaiting():
         drafting._prepare(step)
 

@@ -164,11 +164,11 @@ def test_confidences_are_waited_for_while_the_next_draft_step_runs(watched):
 
 
 PLANTS = {
-    "item": "num_sampled.max().item()",
-    "int": "int(num_sampled[0])",
-    "tolist": "num_sampled.tolist()",
-    "cpu": "num_sampled.cpu()",
-    "boolean index": "num_sampled[num_sampled > 0]",
+    "item": "step.num_sampled.max().item()",
+    "int": "int(step.num_sampled[0])",
+    "tolist": "step.num_sampled.tolist()",
+    "cpu": "step.num_sampled.cpu()",
+    "boolean index": "step.num_sampled[step.num_sampled > 0]",
     "a tensor from the host": "__import__('torch').tensor([1])",
 }
 
@@ -177,8 +177,8 @@ PLANTS = {
 def test_a_planted_wait_is_noticed(watched, monkeypatch, plant):
     from vllm_eesd.host.v2.lengths import Rounds
 
-    body = f"{PLANTS[plant]}\n    return original(self, batch, num_sampled, *rest)\n"
-    source = f"def begin(self, batch, num_sampled, *rest):\n    {body}"
+    body = f"{PLANTS[plant]}\n    return original(self, step, *rest)\n"
+    source = f"def begin(self, step, *rest):\n    {body}"
     scope = {"original": Rounds.begin}
     exec(compile(source, f"{OURS[0]}/planted.py", "exec"), scope)
     monkeypatch.setattr(Rounds, "begin", scope["begin"])

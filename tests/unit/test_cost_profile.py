@@ -60,7 +60,7 @@ def test_forwards_and_draft_steps_are_timed_by_the_same_clock(machine, device):
     runner = SimpleNamespace(device=SimpleNamespace(type=device), max_num_reqs=8)
     runner.scheduler_config = SimpleNamespace(max_num_batched_tokens=64)
     runner.model = SimpleNamespace(compute_logits=lambda hidden_states: None)
-    speculator = SimpleNamespace(rests_in_dummy_runs=False, num_speculative_tokens=3)
+    speculator = SimpleNamespace(skips_dummy_runs=False, num_speculative_tokens=3)
 
     def launch(host_ms, device_ms):
         machine.launch(host_ms, device_ms)
@@ -69,7 +69,7 @@ def test_forwards_and_draft_steps_are_timed_by_the_same_clock(machine, device):
 
     def dummy_run(num_tokens):
         launch(HOST_MS, FORWARD_MS)
-        if not speculator.rests_in_dummy_runs:
+        if not speculator.skips_dummy_runs:
             speculator.dummy_times = readback.Timestamps(runner.device)
             speculator.dummy_times.mark()
             launch(0.1, DRAFT_MS)

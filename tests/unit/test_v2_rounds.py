@@ -10,9 +10,8 @@ import torch
 from vllm_eesd.config import EESDConfig
 from vllm_eesd.exit_head.checkpoint import ExitHeadConfig, Verifier
 from vllm_eesd.host import round_setup
-from vllm_eesd.host.v2 import readback
-from vllm_eesd.host.v2 import trace as v2_trace
-from vllm_eesd.host.v2.batch import V2Batch
+from vllm_eesd.host.v2 import readback, trace
+from vllm_eesd.host.v2.batch import TargetStep
 from vllm_eesd.host.v2.lengths import SHARE_TIMES_EVERY, Rounds
 from vllm_eesd.host.v2.readback import READBACK_DELAY
 from vllm_eesd.policy.guard import Guard
@@ -54,7 +53,7 @@ def new_request(max_tokens=50, structured_outputs=None, **extra_args):
     return SimpleNamespace(sampling_params=params, prompt_token_ids=[1] * 10, prefill_token_ids=[1] * 10)
 
 
-def batch(slots, scheduled=None, prefilling=False, computed=10, tokens=1):
+def target_step(slots, num_sampled, scheduled=None, prefilling=False, computed=10, tokens=1):
     num_reqs = len(slots)
     drafts = None if scheduled is None else np.array(scheduled)
     rows = SimpleNamespace(
@@ -66,11 +65,11 @@ def batch(slots, scheduled=None, prefilling=False, computed=10, tokens=1):
         prefill_len_np=np.full(num_reqs, 10),
         num_tokens=num_reqs,
     )
-    return V2Batch(rows)
+    return TargetStep(rows, None, torch.tensor(num_sampled, dtype=torch.int32), None, None)
 
 
 def begin(rounds, slots, num_sampled, **kwargs):
-    return rounds.begin(batch(slots, **kwargs), torch.tensor(num_sampled, dtype=torch.int32), asynchronous=True)
+    return rounds.begin(target_step(slots, num_sampled, **kwargs), asynchronous=True)
 
 
 def draft(rounds, confidences):
@@ -140,11 +139,10 @@ def test_vllm_may_ask_for_shorter_drafts_and_for_none(monkeypatch):
     """With none the round before is learned from all the same."""
     rounds = make_rounds(monkeypatch, policy="fixed")
     rounds.admit([0, 1], [new_request(), new_request(eesd_max_draft_tokens=1)])
-    num_sampled = torch.tensor([1, 1], dtype=torch.int32)
-    rounds.begin(batch([0, 1]), num_sampled, True, None, 2)
+    rounds.begin(target_step([0, 1], [1, 1]), True, None, 2)
     assert rounds.lengths.tolist() == [2, 1]
     for _ in range(READBACK_DELAY + 1):
-        rounds.begin(batch([0, 1], scheduled=[K, K]), num_sampled, True, None, 0)
+        rounds.begin(target_step([0, 1], [1, 1], scheduled=[K, K]), True, None, 0)
         assert rounds.lengths.tolist() == rounds.num_drafted[:2].tolist() == [0, 0]
         assert not rounds.wants_step(1)
     assert rounds.stats.draft_length_histogram == [2, 1, 1, 0, 0]  # a plain round, and the drafts of two and one
@@ -156,7 +154,7 @@ def test_drafts_a_grammar_cut_are_unobserved(monkeypatch, asynchronous, failures
     rounds.admit([0], [new_request(structured_outputs=object())])
     before = rounds.policy.posterior.parameters(np.array([0]))[1]
     for _ in range(READBACK_DELAY + 2):
-        rounds.begin(batch([0], scheduled=[K]), torch.tensor([1], dtype=torch.int32), asynchronous)
+        rounds.begin(target_step([0], [1], scheduled=[K]), asynchronous)
         last = rounds.policy.posterior.parameters(np.array([0]))[1]
     assert (last - before).tolist() == [failures]
 
@@ -324,18 +322,17 @@ def test_a_traced_round_is_what_the_target_judged(monkeypatch):
     rounds.round_trace = SimpleNamespace(add_pending=lambda *args: noted.append(args))
     rounds.admit([0, 1, 2], [new_request(), new_request(structured_outputs=object()), new_request()])
 
-    def step(prefilling, scheduled):
+    def run(prefilling, scheduled):
         drafts = torch.tensor([[11, 12, 13, 14], [21, 22, 23, 24], [31, 32, 33, 34]])
-        last, num_sampled = torch.tensor([19, 29, 39]), torch.tensor([3, 2, 5], dtype=torch.int32)
-        step = batch([0, 1, 2], scheduled)
+        step = target_step([0, 1, 2], [3, 2, 5], scheduled)
+        step.last_sampled = torch.tensor([[19], [29], [39]])
         step._batch.is_prefilling_np, step._batch.req_ids = np.array(prefilling), ["a", "b", "c"]
-        tokens = v2_trace.tokens_of_step(drafts, last, num_sampled)
-        times = rounds.begin(step, num_sampled, True, tokens)
-        times.mark()
+        step._batch.idx_mapping = torch.arange(3)
+        rounds.begin(step, True, trace.tokens_of_step(step, drafts)).mark()
 
-    step([False] * 3, [K] * 3)  # nothing is known of the time before it
+    run([False] * 3, [K] * 3)  # nothing is known of the time before it
     assert not noted
-    step([False, False, True], [K, K, 0])
+    run([False, False, True], [K, K, 0])
     ((drafts, policy, _, num_reqs, verdict),) = noted
     assert (drafts.slots.tolist(), policy, num_reqs) == ([0, 1, 2], rounds.policy, 2)
     known = verdict()

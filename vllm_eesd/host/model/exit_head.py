@@ -130,17 +130,13 @@ class ExitHead(nn.Module):
         Prompt chunks, verified drafts, prefix reuse and preemption need no code of their own this way, and the fill is
         part of the target's compiled graph.
         """
-
-        def fill(_layer: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
-            self.fill_kv(*args)
-
-        target.model.layers[exit_layer].register_forward_pre_hook(fill)
+        target.model.layers[exit_layer].register_forward_pre_hook(lambda _, args: self.fill_kv(*args))
 
     def round_context(self, target_hidden_states: torch.Tensor) -> torch.Tensor | None:
         """Return what is added to the exit layer's input throughout a round; a transformer head adds nothing.
 
         Args:
-            target_hidden_states: [num_reqs, hidden_size], the target's normed output that produced the bonus token.
+            target_hidden_states: [num_reqs, hidden_size], the target's normed output at the round's input token.
         """
         return None
 
@@ -191,8 +187,8 @@ class ExitHead(nn.Module):
 class DeepContextHead(ExitHead):
     """An exit head whose KV of verified tokens comes from the target's last hidden state, by a second projection.
 
-    Drafting writes KV from h_N; verification then overwrites it. The normed output that produced the bonus token is
-    also added, projected, to the layer's input in every step of the round.
+    Drafting writes KV from h_N; verification then overwrites it. The normed output that
+    produced the round's input token is also added, projected, to the layer's input in every step of the round.
     """
 
     def __init__(self, vllm_config: VllmConfig, target: nn.Module, config: ExitHeadConfig) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from vllm_eesd.host.compat import VllmConfig, init_logger
-from vllm_eesd.host.v2.batch import V2Batch
+from vllm_eesd.host.v2.batch import TargetStep
 from vllm_eesd.host.v2.compat import (
     AttentionCGSupport,
     BatchDescriptor,
@@ -29,33 +29,6 @@ if TYPE_CHECKING:
 
 logger = init_logger("vllm.eesd")
 Metadata = dict[str, object] | None
-
-
-class TargetStep(NamedTuple):
-    """What the step of the target that has just run tells the round after it.
-
-    Attributes:
-        batch: its rows.
-        last_hidden_states: [num_tokens, hidden_size], the target's normed output.
-        num_sampled, num_rejected: [num_reqs] int32.
-        last_sampled: [max_num_reqs, 1] int64, by request state.
-    """
-
-    batch: V2Batch
-    last_hidden_states: torch.Tensor
-    num_sampled: torch.Tensor
-    num_rejected: torch.Tensor
-    last_sampled: torch.Tensor
-
-    @property
-    def num_reqs(self) -> int:
-        """Rows of the batch."""
-        return self.batch.num_reqs
-
-    @property
-    def seq_lens(self) -> torch.Tensor:
-        """[at least num_reqs] int32 on the host, no less than each sequence's length."""
-        return self.batch.seq_lens_upper_bound
 
 
 class DraftSteps(DraftModelSpeculator):
@@ -131,21 +104,20 @@ class DraftSteps(DraftModelSpeculator):
             progress_bar_desc="Capturing EESD draft steps",
         )
 
-    def _prepare(self, target_step: TargetStep) -> None:
+    def _prepare(self, step: TargetStep) -> None:
         """Fill the device's buffers for the first draft step, without asking the device anything."""
-        batch, last_hidden_states, num_sampled, num_rejected, last_sampled = target_step
-        num_reqs, buffers = batch.num_reqs, self.input_buffers
-        idx_mapping, blocks = batch.idx_mapping, self.block_tables
-        input_positions = (batch.seq_lens - num_rejected).long()
+        num_reqs, buffers = step.num_reqs, self.input_buffers
+        idx_mapping, blocks = step.idx_mapping, self.block_tables
+        input_positions = (step.seq_lens - step.num_rejected).long()
         limit = torch.zeros_like(input_positions)
         if blocks is not None:
             capacity = blocks.num_blocks.gpu[self._kv_group][idx_mapping].long() * blocks.block_sizes[self._kv_group]
             limit = capacity.clamp(max=self.max_model_len)
-        may_write = (num_sampled > 0) & (self.idx_mapping[:num_reqs] >= 0) & (input_positions < limit)
+        may_write = (step.num_sampled > 0) & (self.idx_mapping[:num_reqs] >= 0) & (input_positions < limit)
         self.idx_mapping[:num_reqs] = torch.where(may_write, idx_mapping, -1)
         self._position_limit[:num_reqs] = torch.where(may_write, limit, 0)
         positions = torch.where(may_write, input_positions, 0)
-        buffers.input_ids[:num_reqs] = torch.where(may_write, last_sampled[idx_mapping, 0], 0).int()
+        buffers.input_ids[:num_reqs] = torch.where(may_write, step.last_sampled[idx_mapping, 0], 0).int()
         buffers.positions[:num_reqs] = positions
         buffers.seq_lens[:num_reqs] = positions + 1
         # Rows that a CUDA graph adds.
@@ -154,8 +126,8 @@ class DraftSteps(DraftModelSpeculator):
         buffers.query_start_loc.copy_(self._arange.clamp(max=num_reqs))
         self._column.zero_()
         if self._round_context is not None:
-            last_rows = batch.last_tokens - num_rejected
-            self._round_context[:num_reqs] = self.model.round_context(last_hidden_states[last_rows.long()])
+            last_rows = (step.last_tokens - step.num_rejected).long()
+            self._round_context[:num_reqs] = self.model.round_context(step.last_hidden_states[last_rows])
 
     def _run_step(
         self, step: int, num_reqs: int, graph: BatchExecutionDescriptor, seq_lens: torch.Tensor, skip_attn: bool

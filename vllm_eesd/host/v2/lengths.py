@@ -13,7 +13,7 @@ import torch
 from vllm_eesd.config import MAX_SPECULATIVE_TOKENS
 from vllm_eesd.host.round_setup import agree_on_times, build_policy_of, open_trace
 from vllm_eesd.host.speculative import EESDSpeculativeConfig
-from vllm_eesd.host.v2.batch import V2Batch
+from vllm_eesd.host.v2.batch import TargetStep
 from vllm_eesd.host.v2.readback import READBACK_DELAY, Drafted, HostCopy, PendingStep, RoundTimes
 from vllm_eesd.host.v2.trace import pending_verdict
 from vllm_eesd.policy import DraftLengthPolicy, Outcome
@@ -110,18 +110,11 @@ class Rounds:
         self._times: RoundTimes | None = None
 
     def begin(
-        self,
-        batch: V2Batch,
-        num_sampled: torch.Tensor,
-        asynchronous: bool,
-        tokens: torch.Tensor | None = None,
-        longest: int | None = None,
+        self, step: TargetStep, asynchronous: bool, tokens: torch.Tensor | None = None, longest: int | None = None
     ) -> RoundTimes:
         """Learn from the step that is now old enough, and ask which rows draft a first token.
 
         Args:
-            batch: of the step just run.
-            num_sampled: [num_reqs] int32 on the device.
             asynchronous: whether vLLM schedules a step before the one before has ended.
             tokens: of `trace.tokens_of_step`, where rounds are traced.
             longest: the longest draft of this round, for all requests; None is K.
@@ -130,41 +123,41 @@ class Rounds:
         """
         if self._not_admitted:
             self._admit()
-        step = self._pending_step(batch, num_sampled)
-        if tokens is not None and self.learns and step.before is not None and step.decoded.any():
-            self._trace(step, batch.req_ids, tokens, asynchronous)
+        pending = self._pending_step(step)
+        if tokens is not None and self.learns and pending.before is not None and pending.decoded.any():
+            self._trace(pending, step.req_ids, tokens, asynchronous)
         self._began_s = time.perf_counter()
         # A decoding request emits one token or more; a prompt's last chunk is counted late, which costs a draft.
-        self._num_tokens[step.slots] += step.decoded
-        self._under_way.append(step)
+        self._num_tokens[pending.slots] += pending.decoded
+        self._under_way.append(pending)
         if len(self._under_way) > READBACK_DELAY:
             self._observe(self._under_way.popleft(), asynchronous)
-        self._choose(step.slots, self._limits(batch, step.slots, longest))
+        self._choose(pending.slots, self._limits(step, pending.slots, longest))
         self._learner.report()
-        return step.after
+        return pending.after
 
-    def _pending_step(self, batch: V2Batch, num_sampled: torch.Tensor) -> PendingStep:
+    def _pending_step(self, step: TargetStep) -> PendingStep:
         """Return the step just run, as far as the host knows it, and start the clock of the round after it."""
-        slots = batch.slots()
+        slots = step.slots()
         before, self._times = self._times, RoundTimes(self._device, len(slots))
         self._times.mark()
         drafted, self._drafted = self._drafted, None
         return PendingStep(
             slots,
             self._generation[slots],
-            batch.decoded(),
-            np.minimum(self.num_drafted[slots], batch.num_scheduled_drafts()),
-            batch.num_tokens,
-            HostCopy(num_sampled),
+            step.decoded(),
+            np.minimum(self.num_drafted[slots], step.num_scheduled_drafts()),
+            step.num_tokens,
+            HostCopy(step.num_sampled),
             before,
             self._times,
             drafted,
         )
 
-    def _limits(self, batch: V2Batch, slots: np.ndarray, longest: int | None) -> np.ndarray:
+    def _limits(self, step: TargetStep, slots: np.ndarray, longest: int | None) -> np.ndarray:
         """Return the longest draft each row may have, [num_reqs] int64; see `begin`."""
         limits = self.requests.longest_drafts(slots, self._num_tokens[slots])
-        limits[~batch.reaches_end_of_prompt()] = 0
+        limits[~step.reaches_end_of_prompt()] = 0
         if longest is not None:
             limits = np.minimum(limits, longest)
         if self._samples_drafts:

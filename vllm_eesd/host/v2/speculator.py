@@ -16,10 +16,10 @@ from vllm_eesd.host.model.draft_step import DraftStep, compile_draft_step
 from vllm_eesd.host.model.exit_head import HEAD_CLASSES, ExitHead
 from vllm_eesd.host.speculative import EESDSpeculativeConfig
 from vllm_eesd.host.v2 import kernel_choice
-from vllm_eesd.host.v2.batch import V2Batch
+from vllm_eesd.host.v2.batch import TargetStep
 from vllm_eesd.host.v2.compat import dispatch_cg_and_sync_dp, gpu_sync_allowed
 from vllm_eesd.host.v2.cost_profile import profile_costs
-from vllm_eesd.host.v2.draft_steps import DraftSteps, TargetStep
+from vllm_eesd.host.v2.draft_steps import DraftSteps
 from vllm_eesd.host.v2.kernel_ops import KernelDraftStep, exit_head_rows
 from vllm_eesd.host.v2.kv_fill import use_kv_fill
 from vllm_eesd.host.v2.lengths import Rounds
@@ -64,7 +64,7 @@ class EarlyExitSpeculator(DraftSteps):
             rank = vllm_config.parallel_config.data_parallel_rank
             publish(config.metrics_directory, rank, self.stats, self.breaker)
         #: While set, a dummy run is the target's alone.
-        self.rests_in_dummy_runs = False
+        self.skips_dummy_runs = False
         #: Before and after the draft step of the last dummy run.
         self.dummy_times = Timestamps(device)
 
@@ -208,53 +208,49 @@ class EarlyExitSpeculator(DraftSteps):
         The parameters are BaseSpeculator.propose's, all of them: an argument that a new vLLM adds must fail here.
 
         Args:
-            input_batch: read through `V2Batch`.
-            last_hidden_states, num_sampled, num_rejected, last_sampled: see `TargetStep`.
+            input_batch, last_hidden_states, num_sampled, num_rejected, last_sampled: read through `TargetStep`.
             dummy_run: a step without requests; it runs one draft step and writes nothing.
             num_speculative_tokens: the longest draft that vLLM schedules after this step; it overwrites what is longer.
                 0 where no request can use a draft; None is K.
         Source: vllm/v1/worker/gpu/spec_decode/speculator.py, BaseSpeculator.propose.
         """
-        batch = V2Batch(input_batch)
-        num_reqs = batch.num_reqs
-        step = TargetStep(batch, last_hidden_states, num_sampled, num_rejected, last_sampled)
+        step = TargetStep(input_batch, last_hidden_states, num_sampled, num_rejected, last_sampled)
+        requests = step.num_reqs, step.idx_mapping, temperature, seeds
         if dummy_run:
             self.rounds.pause()
-            if not self.rests_in_dummy_runs:
-                self._copy_request_inputs(num_reqs, batch.idx_mapping, temperature, seeds, dummy_run=True)
+            if not self.skips_dummy_runs:
+                self._copy_request_inputs(*requests, dummy_run=True)
                 self._dummy_step(step, skip_attn_for_dummy_run, is_profile)
         elif not self.breaker.is_open:
             try:
-                self._copy_request_inputs(num_reqs, batch.idx_mapping, temperature, seeds, dummy_run=False)
+                self._copy_request_inputs(*requests, dummy_run=False)
                 self._learn_and_draft(step, num_speculative_tokens)
                 self.breaker.passed()
             except Exception as error:
                 self._survive(error)
-        return self.draft_tokens[:num_reqs]
+        return self.draft_tokens[: step.num_reqs]
 
     def _learn_and_draft(self, step: TargetStep, longest: int | None) -> None:
         """See `propose`; a round without drafts prepares nothing for draft steps."""
         tokens = None
         if self.rounds.round_trace is not None:
-            slots = step.batch.idx_mapping
             # The drafts just verified: this round's take their place once it is over.
-            drafts = self._req_states.draft_tokens[slots]
-            tokens = tokens_of_step(drafts, step.last_sampled[slots, 0], step.num_sampled)
-        times = self.rounds.begin(step.batch, step.num_sampled, self._asynchronous, tokens, longest)
+            tokens = tokens_of_step(step, self._req_states.draft_tokens[step.idx_mapping])
+        times = self.rounds.begin(step, self._asynchronous, tokens, longest)
         if not self.rounds.wants_step(1):
             return
         self._prepare(step)
-        graph = self._graph_for(step.num_reqs, step.seq_lens)
+        graph = self._graph_for(step)
         times.mark()
-        self._run_round(step.num_reqs, graph, step.seq_lens, times)
+        self._run_round(step, graph, times)
 
     def _dummy_step(self, step: TargetStep, skip_attn: bool, is_profile: bool) -> None:
         """Run one draft step that writes nothing. A fault here is not survived: nothing is served yet."""
         self._prepare(step)
-        graph = self._graph_for(step.num_reqs, step.seq_lens, need_eager=is_profile)
+        graph = self._graph_for(step, need_eager=is_profile)
         self.dummy_times = Timestamps(self.device)
         self.dummy_times.mark()
-        self._run_step(1, step.num_reqs, graph, step.seq_lens, skip_attn)
+        self._run_step(1, step.num_reqs, graph, step.seq_lens_upper_bound, skip_attn)
         self.dummy_times.mark()
 
     def _survive(self, error: Exception) -> None:
@@ -262,25 +258,22 @@ class EarlyExitSpeculator(DraftSteps):
         self.rounds.start_afresh()
         self.breaker.fault(error)
 
-    def _graph_for(self, num_reqs: int, seq_lens: torch.Tensor, need_eager: bool = False) -> BatchExecutionDescriptor:
+    def _graph_for(self, step: TargetStep, need_eager: bool = False) -> BatchExecutionDescriptor:
         """Return what this round's draft steps run, and the graph that replays them, if any."""
-        longest = int(seq_lens[:num_reqs].numpy().max()) + self.num_speculative_tokens
+        longest = int(step.seq_lens_upper_bound[: step.num_reqs].numpy().max()) + self.num_speculative_tokens
         self.draft_max_seq_len = min(longest, self.max_model_len)
-        return dispatch_cg_and_sync_dp(
-            self._graphs, num_reqs, num_reqs, uniform_token_count=1, dp_size=1, dp_rank=0, need_eager=need_eager
-        )[0]
+        sizes = {"uniform_token_count": 1, "dp_size": 1, "dp_rank": 0, "need_eager": need_eager}
+        return dispatch_cg_and_sync_dp(self._graphs, step.num_reqs, step.num_reqs, **sizes)[0]
 
-    def _run_round(
-        self, num_reqs: int, graph: BatchExecutionDescriptor, seq_lens: torch.Tensor, times: RoundTimes
-    ) -> None:
+    def _run_round(self, target_step: TargetStep, graph: BatchExecutionDescriptor, times: RoundTimes) -> None:
         """Run draft steps as long as a row wants them.
 
         A policy that looks at confidences decides about token s while step s runs: the host waits for step s - 1 only,
         and at most one step is drafted in vain.
         """
-        step, confidences = 1, []
+        step, num_reqs, confidences = 1, target_step.num_reqs, []
         while step <= self.num_speculative_tokens and self.rounds.wants_step(step):
-            self._run_step(step, num_reqs, graph, seq_lens, skip_attn=False)
+            self._run_step(step, num_reqs, graph, target_step.seq_lens_upper_bound, skip_attn=False)
             times.mark()
             if self.rounds.waits_for_confidence:
                 confidences.append(HostCopy(self.draft_token_confidence_probs[:num_reqs, step - 1]))

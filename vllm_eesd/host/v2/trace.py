@@ -7,19 +7,20 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
+from vllm_eesd.host.v2.batch import TargetStep
 from vllm_eesd.host.v2.readback import HostCopy, PendingStep
 from vllm_eesd.round_trace import Judged, Verdict
 
 
-def tokens_of_step(drafts: torch.Tensor, last_sampled: torch.Tensor, num_sampled: torch.Tensor) -> torch.Tensor:
+def tokens_of_step(step: TargetStep, drafts: torch.Tensor) -> torch.Tensor:
     """Return all that a trace needs of a step in one tensor, [num_reqs, K + 2] int64, on the device.
+
+    Drafts, the last token each request emitted, and how many it emitted; the others are the drafts' first ones.
 
     Args:
         drafts: [num_reqs, K] int64, what the step verified, as it was drafted.
-        last_sampled: [num_reqs] int64, the last token each request emitted.
-        num_sampled: [num_reqs] int32, how many it emitted; the others are the drafts' first ones.
     """
-    return torch.cat([drafts, last_sampled[:, None], num_sampled.long()[:, None]], dim=1)
+    return torch.cat([drafts, step.last_sampled[step.idx_mapping, :1], step.num_sampled.long()[:, None]], dim=1)
 
 
 def pending_verdict(
