@@ -149,7 +149,8 @@ def test_a_graph_is_replayed_once_a_step(modules, drafting, monkeypatch, in_grap
     group = SimpleNamespace(map_to_kernel_block_table=lambda table: calls.append("block table"))
     drafting.attn_groups, drafting.block_tables.input_block_tables = [[group]], [None]
     monkeypatch.setattr(modules.steps.DraftSteps, "_map_slots", lambda self, *args: calls.append("slots"))
-    monkeypatch.setattr(modules.steps.DraftSteps, "_build_metadata", lambda self, *args: calls.append("metadata"))
+    build = "_build_uniform_attn_metadata"
+    monkeypatch.setattr(modules.steps.DraftSteps, build, lambda self, **kwargs: calls.append("metadata"))
     graph = SimpleNamespace(cg_mode=full, num_tokens=2)
     for step in (1, 2):
         drafting._run_step(step, 2, graph, None, skip_attn=False)

@@ -80,7 +80,7 @@ def draft(rounds, confidences):
             rounds.decide(confidences[:, step - 2])
         step += 1
     rounds.end(torch.from_numpy(confidences.copy()))
-    return rounds.lengths.tolist(), step - 1
+    return rounds._round.lengths.tolist(), step - 1
 
 
 def test_stopping_by_confidence_lags_by_one_step(monkeypatch):
@@ -129,9 +129,9 @@ def test_nobody_drafts_past_its_budget_or_inside_its_prompt(monkeypatch):
     rounds.admit([0, 1, 2], requests)
     begin(rounds, [0, 1, 2], [1, 1, 1], prefilling=True, computed=0, tokens=10)
     # Of four tokens one is out at the end of the prompt, though not counted yet: three fit, and the bonus token.
-    assert rounds.lengths.tolist() == [3, K, 1]
+    assert rounds._round.lengths.tolist() == [3, K, 1]
     begin(rounds, [0, 1, 2], [0, 0, 0], prefilling=True, computed=0, tokens=5)
-    assert rounds.lengths.tolist() == [0, 0, 0]
+    assert rounds._round.lengths.tolist() == [0, 0, 0]
     assert not rounds.wants_step(1)
 
 
@@ -140,10 +140,10 @@ def test_vllm_may_ask_for_shorter_drafts_and_for_none(monkeypatch):
     rounds = make_rounds(monkeypatch, policy="fixed")
     rounds.admit([0, 1], [new_request(), new_request(eesd_max_draft_tokens=1)])
     rounds.begin(target_step([0, 1], [1, 1]), True, None, 2)
-    assert rounds.lengths.tolist() == [2, 1]
+    assert rounds._round.lengths.tolist() == [2, 1]
     for _ in range(READBACK_DELAY + 1):
         rounds.begin(target_step([0, 1], [1, 1], scheduled=[K, K]), True, None, 0)
-        assert rounds.lengths.tolist() == rounds.num_drafted[:2].tolist() == [0, 0]
+        assert rounds._round.lengths.tolist() == rounds.num_drafted[:2].tolist() == [0, 0]
         assert not rounds.wants_step(1)
     assert rounds.stats.draft_length_histogram == [2, 1, 1, 0, 0]  # a plain round, and the drafts of two and one
 
@@ -175,7 +175,7 @@ def test_after_a_fault_nobody_has_a_draft_and_everybody_is_admitted_anew(monkeyp
     assert rounds.num_drafted.tolist() == [0, 0, 0]
     begin(rounds, [0, 2], [1, 1], scheduled=[K, K])
     assert rounds.policy.posterior.parameters(slots).tolist() == prior  # what was under way is dropped
-    assert rounds.lengths.tolist() == [K, 1]
+    assert rounds._round.lengths.tolist() == [K, 1]
     for _ in range(READBACK_DELAY + 1):  # the first step verified nothing
         begin(rounds, [0, 2], [1, 1], scheduled=[K, K])
     assert rounds.policy.posterior.parameters(slots).tolist() != prior
@@ -189,7 +189,7 @@ def test_a_request_that_could_not_be_admitted_is_admitted_with_its_first_round(m
             rounds.admit([1], [new_request(eesd_max_draft_tokens=2)])
     rounds.start_afresh()
     begin(rounds, [1], [1])
-    assert rounds.lengths.tolist() == [2]
+    assert rounds._round.lengths.tolist() == [2]
 
 
 def test_warming_up_teaches_nothing(monkeypatch):
@@ -269,7 +269,7 @@ def test_drafts_of_hidden_states_that_are_not_finite_are_counted_late(monkeypatc
         begin(rounds, [2, 0], [1, 1], scheduled=[K, K])
         counted.append(rounds.stats.not_finite)
         draft(rounds, np.full((2, K), 0.9, dtype=np.float32))
-        drafted = np.arange(K) < rounds.lengths[:, None]
+        drafted = np.arange(K) < rounds._round.lengths[:, None]
         finite = drafted if number else np.zeros_like(drafted)  # in the first round nothing is
         expected.append(int((drafted & ~finite).sum()))
         rounds.end(torch.from_numpy(np.where(finite, np.float32(0.9), np.float32(np.nan))))  # in place of the others
@@ -312,7 +312,7 @@ def test_a_sequence_limit_that_vllm_shortens_after_the_start_is_heeded(monkeypat
     rounds.max_model_len = 14  # ten of the prompt, the token just sampled, two drafts and the token after them
     rounds.admit([0], [new_request()])
     begin(rounds, [0], [0])
-    assert rounds.lengths.tolist() == [2]
+    assert rounds._round.lengths.tolist() == [2]
 
 
 def test_a_traced_round_is_what_the_target_judged(monkeypatch):

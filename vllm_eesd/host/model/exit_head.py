@@ -84,12 +84,10 @@ class ExitHead(nn.Module):
         config: the head's.
     Attributes:
         vocabulary: what of the target's vocabulary it drafts from; None is all of it. Set by `load`.
-        fills_by_kernel: whether the KV fill norms and rotates the keys itself, see `fill_by`.
     Source: arXiv 2406.03853, section 3.1 (early-exiting layer).
     """
 
     vocabulary: DraftVocabulary | None
-    fills_by_kernel = False
 
     def __init__(self, vllm_config: VllmConfig, target: nn.Module, config: ExitHeadConfig) -> None:
         super().__init__()
@@ -164,7 +162,6 @@ class ExitHead(nn.Module):
 
         To be called before anything is compiled.
         """
-        self.fills_by_kernel = True
         self.layer.self_attn.attn.eesd_fill = fill
 
     def _fill(
@@ -177,7 +174,7 @@ class ExitHead(nn.Module):
     ) -> None:
         """Norm and rotate the keys as the layer's attention does, and write; the rotary embedding wants a query too."""
         attention = self.layer.self_attn
-        if not self.fills_by_kernel:
+        if not hasattr(attention.attn, "eesd_fill"):
             if hasattr(attention, "k_norm"):  # Qwen3
                 key = attention.k_norm(key.view(-1, attention.num_kv_heads, attention.head_dim)).view(key.shape)
             _, key = attention.rotary_emb(positions, query, key)

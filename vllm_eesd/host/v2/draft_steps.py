@@ -136,7 +136,9 @@ class DraftSteps(DraftModelSpeculator):
         in_full_graph = graph.cg_mode == CUDAGraphMode.FULL
         if not skip_attn and (not self.supports_decode_metadata_update or step == 1 and not in_full_graph):
             self._map_slots(num_reqs, graph.num_tokens)
-            self._metadata = self._build_metadata(step, num_reqs, graph, seq_lens)
+            self._metadata = self._build_uniform_attn_metadata(
+                batch_desc=graph, num_reqs=num_reqs, num_query_per_req=1, seq_lens_cpu_upper_bound=seq_lens, step=step
+            )
         elif not skip_attn and step == 1:
             for group in self.attn_groups[self._kv_group]:
                 group.map_to_kernel_block_table(self.block_tables.input_block_tables[self._kv_group])
@@ -155,13 +157,6 @@ class DraftSteps(DraftModelSpeculator):
             num_tokens,
         )
         self._slot_mappings = build_slot_mappings_by_layer(mapped, self.kv_cache_config)
-
-    def _build_metadata(
-        self, step: int, num_reqs: int, graph: BatchExecutionDescriptor, seq_lens: torch.Tensor
-    ) -> Metadata:
-        return self._build_uniform_attn_metadata(
-            batch_desc=graph, num_reqs=num_reqs, num_query_per_req=1, seq_lens_cpu_upper_bound=seq_lens, step=step
-        )
 
     def _draft(
         self,

@@ -98,7 +98,7 @@ class Rounds:
     def start_afresh(self) -> None:
         """Drop what a failed round may have left half written: no request has a draft, the next round admits all anew.
 
-        Outcomes under way are dropped with it. What is known of a request's length then stays behind by their drafts,
+        Outcomes under way are dropped with it. What is known of a request's length then lacks their accepted drafts,
         so its last draft may be longer than it needs to be; it is never verified past the request's end.
         """
         self._pending.clear()
@@ -172,11 +172,6 @@ class Rounds:
         while not self.waits_for_confidence and len(self._round.rows):
             self._round.tell(None)
         self._pending.keep(self._round)
-
-    @property
-    def lengths(self) -> np.ndarray:
-        """Length of each row's draft as decided so far, [num_reqs] int64."""
-        return self._round.lengths
 
     def wants_step(self, step: int) -> bool:
         """Return whether draft step `step` (from 1) should run: a row drafts that token, or may yet."""

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 _RUNNER = "vllm.v1.worker.gpu.model_runner"
 #: Named, as V1's proposer is named in the config: it may be imported in a worker that runs V2 only.
-SPECULATOR = "vllm_eesd.host.v2.speculator.EarlyExitSpeculator"
+SPECULATOR = "vllm_eesd.host.v2.speculator:EarlyExitSpeculator"
 Function = Callable[..., Any]
 
 
