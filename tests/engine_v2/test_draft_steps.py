@@ -77,8 +77,7 @@ def drafting(modules, monkeypatch):
 
 
 def prepare(drafting, idx_mapping, seq_lens, num_sampled, num_rejected):
-    from vllm_eesd.host.v2.batch import V2Batch
-    from vllm_eesd.host.v2.draft_steps import TargetStep
+    from vllm_eesd.host.v2.batch import TargetStep
 
     idx_mapping = torch.tensor(idx_mapping)
     drafting.idx_mapping.fill_(-1)
@@ -92,7 +91,7 @@ def prepare(drafting, idx_mapping, seq_lens, num_sampled, num_rejected):
     last_sampled = torch.tensor([[10], [20], [30], [40]])
     rejected = torch.tensor(num_rejected, dtype=torch.int32)
     sampled = torch.tensor(num_sampled, dtype=torch.int32)
-    step = TargetStep(V2Batch(batch), torch.zeros(8, 2), sampled, rejected, last_sampled)
+    step = TargetStep(batch, torch.zeros(8, 2), sampled, rejected, last_sampled)
     with NoWaiting():
         drafting._prepare(step)
 
@@ -150,7 +149,8 @@ def test_a_graph_is_replayed_once_a_step(modules, drafting, monkeypatch, in_grap
     group = SimpleNamespace(map_to_kernel_block_table=lambda table: calls.append("block table"))
     drafting.attn_groups, drafting.block_tables.input_block_tables = [[group]], [None]
     monkeypatch.setattr(modules.steps.DraftSteps, "_map_slots", lambda self, *args: calls.append("slots"))
-    monkeypatch.setattr(modules.steps.DraftSteps, "_build_metadata", lambda self, *args: calls.append("metadata"))
+    build = "_build_uniform_attn_metadata"
+    monkeypatch.setattr(modules.steps.DraftSteps, build, lambda self, **kwargs: calls.append("metadata"))
     graph = SimpleNamespace(cg_mode=full, num_tokens=2)
     for step in (1, 2):
         drafting._run_step(step, 2, graph, None, skip_attn=False)

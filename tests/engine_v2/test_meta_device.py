@@ -91,7 +91,7 @@ def run_a_round(drafting, steps):
     )
     last_sampled = torch.zeros(MAX_REQS, 1, device=META, dtype=torch.int64)
     counts = torch.zeros(NUM_REQS, **ints), torch.zeros(NUM_REQS, **ints)
-    step = steps.TargetStep(steps.V2Batch(batch), torch.zeros(8, HIDDEN_SIZE, device=META), *counts, last_sampled)
+    step = steps.TargetStep(batch, torch.zeros(8, HIDDEN_SIZE, device=META), *counts, last_sampled)
     temperature, seeds = torch.zeros_like(drafting.temperature), torch.zeros_like(drafting.seeds)
     with torch.inference_mode(), OnlyMeta():
         for dummy_run in (False, True):

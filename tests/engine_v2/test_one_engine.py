@@ -24,7 +24,7 @@ fault = pytest.mark.fault
 PLACES = {
     "admission and outcomes": [
         ("vllm_eesd.round.requests:RunningRequests.admit", (0,), False),
-        ("vllm_eesd.host.v2.readback:Lagged.push", (2,), True),
+        ("vllm_eesd.host.v2.readback:HostCopy.__init__", (2,), True),
     ],
     "the beginning": [("vllm_eesd.host.v2.lengths:Rounds.begin", (0, 3), True)],
     "learning and lengths": [
@@ -110,12 +110,11 @@ def test_verified_tokens_are_those_of_vllms_sampler(llm, prompts, runner_of, mon
     """Greedy and seeded requests in one batch, judged by EESD's kernels and by vLLM's."""
     from vllm import SamplingParams
 
-    from vllm_eesd.host.v2 import verification as v2_verification
+    from vllm_eesd.host.v2.verification import Verification
 
     calls = []
-    monkeypatch.setattr(
-        v2_verification, "verify", lambda *args, judge=v2_verification.verify: (calls.append(1), judge(*args))[1]
-    )
+    judge = Verification.verify
+    monkeypatch.setattr(Verification, "verify", lambda self, *args: (calls.append(1), judge(*args))[1])
     common = {"max_tokens": MAX_TOKENS, "ignore_eos": True, "detokenize": False}
     sampling = [SamplingParams(temperature=t, seed=n, **common) for n, t in enumerate((0.0, 1.0, 0.6))]
 

@@ -24,10 +24,10 @@ def speculator(v2):
     """A speculator that records its calls instead of making them; `wanted` draft steps are wanted in a round."""
     self, calls = object.__new__(v2.EarlyExitSpeculator), []
 
-    def begin(batch, num_sampled, asynchronous, tokens, longest):
+    def begin(step, asynchronous, tokens, longest):
         calls.append(("begin", longest))
         self.wanted = K if longest is None else longest
-        return SimpleNamespace(moments=SimpleNamespace(mark=lambda: None))
+        return SimpleNamespace(mark=lambda: None)
 
     self.calls, self.wanted = calls, K
     self.num_speculative_tokens, self._asynchronous = K, True

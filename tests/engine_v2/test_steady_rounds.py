@@ -76,7 +76,7 @@ class Event:
         self.watch, self.steps, self.rounds = watch, steps, rounds
 
     def synchronize(self):
-        clock, who = self.watch.clock, sys._getframe(1).f_code.co_name
+        clock, who = self.watch.clock, sys._getframe(2).f_code.co_name  # past `HostCopy.numpy`
         self.watch.waits.append((who, clock["draft steps"] - self.steps, clock["rounds"] - self.rounds))
 
     def query(self):
@@ -85,11 +85,9 @@ class Event:
 
 @contextlib.contextmanager
 def watching(patch):
-    from vllm_eesd.host.v2 import readback as v2_lag
-    from vllm_eesd.host.v2 import speculator as v2
-    from vllm_eesd.host.v2 import trace as v2_trace
     from vllm_eesd.host.v2.draft_steps import DraftSteps
     from vllm_eesd.host.v2.lengths import Rounds
+    from vllm_eesd.host.v2.readback import HostCopy
 
     watch = Watch()
 
@@ -107,14 +105,15 @@ def watching(patch):
 
         return call
 
-    def copy_to_host(source, target):
-        target.copy_(source)
-        return watch.event()
+    begin_copy = HostCopy.__init__
+
+    def noted_copy(self, source):
+        begin_copy(self, source)
+        self._event = watch.event()
 
     for owner, name in METHODS:
         patch.setattr(owner, name, noted(getattr(owner, name), name))
-    for module in (v2, v2_lag, v2_trace):
-        patch.setattr(module, "copy_to_host", copy_to_host)
+    patch.setattr(HostCopy, "__init__", noted_copy)
     patch.setattr(DraftSteps, "_run_step", ticking(DraftSteps._run_step, "draft steps"))
     patch.setattr(Rounds, "begin", ticking(Rounds.begin, "rounds"))
     with watch:
@@ -147,12 +146,12 @@ def watched(llm, greedy, monkeypatch):
 
 
 def test_without_confidences_nothing_waits_but_for_steps_long_over(watched):
-    from vllm_eesd.host.v2.readback import LAG
+    from vllm_eesd.host.v2.readback import READBACK_DELAY
 
     watch = watched("beta_ts")
     assert not watch.reads
-    assert {who for who, _, _ in watch.waits} == {"push"}
-    assert all(rounds >= LAG for _, _, rounds in watch.waits)
+    assert {who for who, _, _ in watch.waits} == {"_observe", "_take_confidences"}
+    assert all(rounds >= READBACK_DELAY for _, _, rounds in watch.waits)
 
 
 def test_confidences_are_waited_for_while_the_next_draft_step_runs(watched):
@@ -160,16 +159,16 @@ def test_confidences_are_waited_for_while_the_next_draft_step_runs(watched):
     assert not watch.reads
     confidences = [steps for who, steps, _ in watch.waits if who == "_run_round"]
     assert confidences and all(steps == 1 for steps in confidences)
-    assert {who for who, _, _ in watch.waits} == {"_run_round", "push"}
+    assert {who for who, _, _ in watch.waits} == {"_run_round", "_observe", "_take_confidences"}
     assert len(confidences) < watch.clock["draft steps"]  # none for a round's last
 
 
 PLANTS = {
-    "item": "num_sampled.max().item()",
-    "int": "int(num_sampled[0])",
-    "tolist": "num_sampled.tolist()",
-    "cpu": "num_sampled.cpu()",
-    "boolean index": "num_sampled[num_sampled > 0]",
+    "item": "step.num_sampled.max().item()",
+    "int": "int(step.num_sampled[0])",
+    "tolist": "step.num_sampled.tolist()",
+    "cpu": "step.num_sampled.cpu()",
+    "boolean index": "step.num_sampled[step.num_sampled > 0]",
     "a tensor from the host": "__import__('torch').tensor([1])",
 }
 
@@ -178,8 +177,8 @@ PLANTS = {
 def test_a_planted_wait_is_noticed(watched, monkeypatch, plant):
     from vllm_eesd.host.v2.lengths import Rounds
 
-    body = f"{PLANTS[plant]}\n    return original(self, batch, num_sampled, *rest)\n"
-    source = f"def begin(self, batch, num_sampled, *rest):\n    {body}"
+    body = f"{PLANTS[plant]}\n    return original(self, step, *rest)\n"
+    source = f"def begin(self, step, *rest):\n    {body}"
     scope = {"original": Rounds.begin}
     exec(compile(source, f"{OURS[0]}/planted.py", "exec"), scope)
     monkeypatch.setattr(Rounds, "begin", scope["begin"])

@@ -1,6 +1,5 @@
 """Each place where vLLM 0.32 and 0.33 differ for EESD, against objects of either's shape."""
 
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -84,13 +83,8 @@ def manager_of_33(
 )
 def test_the_factory_of_verification_managers_may_be_told_more(monkeypatch, original, more):
     monkeypatch.setattr("vllm_eesd.host.v2.seams._speculator_of", lambda states: states)
-    monkeypatch.setitem(
-        sys.modules,
-        "vllm_eesd.host.v2.ragged",
-        SimpleNamespace(use_graphs_for_ragged_batches=lambda *args: None),
-    )
     wrapped = v2_seams._wrap_create_verification_manager(original)
     common = {"query_start_loc": "locations", "vllm_config": None, "attn_groups": [], **more}
-    speculator = SimpleNamespace(ragged_verification=lambda locations: ("EESD's", locations))
+    speculator = SimpleNamespace(ragged_verification=lambda locations, groups, layers: ("EESD's", locations))
     assert wrapped(req_states=speculator, **common) == ("EESD's", "locations")
     assert wrapped(req_states=None, **common) == "vLLM's"

@@ -7,7 +7,7 @@ import torch
 
 from vllm_eesd.host import cost_profile
 from vllm_eesd.host.v2 import cost_profile as v2_cost_profile
-from vllm_eesd.host.v2 import readback as v2_lag
+from vllm_eesd.host.v2 import readback
 
 #: What the host takes to prepare a step, and the device to run the target's and a draft step.
 HOST_MS, FORWARD_MS, DRAFT_MS = 1.0, 4.0, 0.7
@@ -46,7 +46,7 @@ def machine(monkeypatch):
     machine = Machine()
     clock = SimpleNamespace(perf_counter=lambda: machine.host_ms / 1e3)
     monkeypatch.setattr(cost_profile, "time", clock)
-    monkeypatch.setattr(v2_lag, "time", clock)
+    monkeypatch.setattr(readback, "time", clock)
     monkeypatch.setattr(cost_profile, "get_tp_group", lambda: SimpleNamespace(world_size=1))
     monkeypatch.setattr(torch.cuda, "Event", machine.event)
     monkeypatch.setattr(torch.cuda, "synchronize", machine.synchronize)
@@ -60,7 +60,7 @@ def test_forwards_and_draft_steps_are_timed_by_the_same_clock(machine, device):
     runner = SimpleNamespace(device=SimpleNamespace(type=device), max_num_reqs=8)
     runner.scheduler_config = SimpleNamespace(max_num_batched_tokens=64)
     runner.model = SimpleNamespace(compute_logits=lambda hidden_states: None)
-    speculator = SimpleNamespace(rests_in_dummy_runs=False, num_speculative_tokens=3)
+    speculator = SimpleNamespace(skips_dummy_runs=False, num_speculative_tokens=3)
 
     def launch(host_ms, device_ms):
         machine.launch(host_ms, device_ms)
@@ -69,8 +69,8 @@ def test_forwards_and_draft_steps_are_timed_by_the_same_clock(machine, device):
 
     def dummy_run(num_tokens):
         launch(HOST_MS, FORWARD_MS)
-        if not speculator.rests_in_dummy_runs:
-            speculator.dummy_times = v2_lag.Timestamps(runner.device)
+        if not speculator.skips_dummy_runs:
+            speculator.dummy_times = readback.Timestamps(runner.device)
             speculator.dummy_times.mark()
             launch(0.1, DRAFT_MS)
             speculator.dummy_times.mark()

@@ -10,11 +10,10 @@ import torch
 from vllm_eesd.config import EESDConfig
 from vllm_eesd.exit_head.checkpoint import ExitHeadConfig, Verifier
 from vllm_eesd.host import round_setup
-from vllm_eesd.host.v2 import readback as v2_lag
-from vllm_eesd.host.v2 import trace as v2_trace
-from vllm_eesd.host.v2.batch import V2Batch
+from vllm_eesd.host.v2 import readback, trace
+from vllm_eesd.host.v2.batch import TargetStep
 from vllm_eesd.host.v2.lengths import SHARE_TIMES_EVERY, Rounds
-from vllm_eesd.host.v2.readback import LAG
+from vllm_eesd.host.v2.readback import READBACK_DELAY
 from vllm_eesd.policy.guard import Guard
 from vllm_eesd.round import outcome
 from vllm_eesd.round_trace import Judged
@@ -54,7 +53,7 @@ def new_request(max_tokens=50, structured_outputs=None, **extra_args):
     return SimpleNamespace(sampling_params=params, prompt_token_ids=[1] * 10, prefill_token_ids=[1] * 10)
 
 
-def batch(slots, scheduled=None, prefilling=False, computed=10, tokens=1):
+def target_step(slots, num_sampled, scheduled=None, prefilling=False, computed=10, tokens=1):
     num_reqs = len(slots)
     drafts = None if scheduled is None else np.array(scheduled)
     rows = SimpleNamespace(
@@ -66,11 +65,11 @@ def batch(slots, scheduled=None, prefilling=False, computed=10, tokens=1):
         prefill_len_np=np.full(num_reqs, 10),
         num_tokens=num_reqs,
     )
-    return V2Batch(rows)
+    return TargetStep(rows, None, torch.tensor(num_sampled, dtype=torch.int32), None, None)
 
 
 def begin(rounds, slots, num_sampled, **kwargs):
-    return rounds.begin(batch(slots, **kwargs), torch.tensor(num_sampled, dtype=torch.int32), asynchronous=True)
+    return rounds.begin(target_step(slots, num_sampled, **kwargs), asynchronous=True)
 
 
 def draft(rounds, confidences):
@@ -80,7 +79,8 @@ def draft(rounds, confidences):
         if rounds.waits_for_confidence and step > 1:
             rounds.decide(confidences[:, step - 2])
         step += 1
-    return rounds.lengths.tolist(), step - 1
+    rounds.end(torch.from_numpy(confidences.copy()))
+    return rounds._round.lengths.tolist(), step - 1
 
 
 def test_stopping_by_confidence_lags_by_one_step(monkeypatch):
@@ -99,7 +99,7 @@ def test_outcomes_meet_the_confidences_of_their_own_round(monkeypatch):
     monkeypatch.setattr(rounds.policy.calibration, "observe", lambda c, v, a, s: observed.append((c[0, :3], v, a)))
     rounds.admit([1], [new_request()])
     begin(rounds, [1], [1], prefilling=True, computed=0, tokens=10)
-    for number in range(1, LAG + 3):
+    for number in range(1, READBACK_DELAY + 3):
         # Round `number` drafts two tokens, of confidences 0.6 + number / 100 and 0.1.
         column = np.array([[0.6 + number / 100, 0.1, 0.9, 0.9]], dtype=np.float32)
         assert draft(rounds, column)[0] == [2]
@@ -114,11 +114,11 @@ def test_a_slot_that_changed_hands_teaches_its_new_request_nothing(monkeypatch):
     rounds = make_rounds(monkeypatch, policy="beta_ts")
     rounds.admit([2], [new_request()])
     begin(rounds, [2], [1])
-    for _ in range(LAG):
+    for _ in range(READBACK_DELAY):
         begin(rounds, [2], [1], scheduled=[K])
     rounds.admit([2], [new_request()])
     before = rounds.policy.posterior.parameters(np.array([2])).tolist()
-    for _ in range(LAG):
+    for _ in range(READBACK_DELAY):
         begin(rounds, [2], [1], prefilling=True, computed=0, tokens=10)
     assert rounds.policy.posterior.parameters(np.array([2])).tolist() == before
 
@@ -129,9 +129,9 @@ def test_nobody_drafts_past_its_budget_or_inside_its_prompt(monkeypatch):
     rounds.admit([0, 1, 2], requests)
     begin(rounds, [0, 1, 2], [1, 1, 1], prefilling=True, computed=0, tokens=10)
     # Of four tokens one is out at the end of the prompt, though not counted yet: three fit, and the bonus token.
-    assert rounds.lengths.tolist() == [3, K, 1]
+    assert rounds._round.lengths.tolist() == [3, K, 1]
     begin(rounds, [0, 1, 2], [0, 0, 0], prefilling=True, computed=0, tokens=5)
-    assert rounds.lengths.tolist() == [0, 0, 0]
+    assert rounds._round.lengths.tolist() == [0, 0, 0]
     assert not rounds.wants_step(1)
 
 
@@ -139,12 +139,11 @@ def test_vllm_may_ask_for_shorter_drafts_and_for_none(monkeypatch):
     """With none the round before is learned from all the same."""
     rounds = make_rounds(monkeypatch, policy="fixed")
     rounds.admit([0, 1], [new_request(), new_request(eesd_max_draft_tokens=1)])
-    num_sampled = torch.tensor([1, 1], dtype=torch.int32)
-    rounds.begin(batch([0, 1]), num_sampled, True, None, 2)
-    assert rounds.lengths.tolist() == [2, 1]
-    for _ in range(LAG + 1):
-        rounds.begin(batch([0, 1], scheduled=[K, K]), num_sampled, True, None, 0)
-        assert rounds.lengths.tolist() == rounds.num_drafted[:2].tolist() == [0, 0]
+    rounds.begin(target_step([0, 1], [1, 1]), True, None, 2)
+    assert rounds._round.lengths.tolist() == [2, 1]
+    for _ in range(READBACK_DELAY + 1):
+        rounds.begin(target_step([0, 1], [1, 1], scheduled=[K, K]), True, None, 0)
+        assert rounds._round.lengths.tolist() == rounds.num_drafted[:2].tolist() == [0, 0]
         assert not rounds.wants_step(1)
     assert rounds.stats.draft_length_histogram == [2, 1, 1, 0, 0]  # a plain round, and the drafts of two and one
 
@@ -154,8 +153,8 @@ def test_drafts_a_grammar_cut_are_unobserved(monkeypatch, asynchronous, failures
     rounds = make_rounds(monkeypatch, policy="fixed")
     rounds.admit([0], [new_request(structured_outputs=object())])
     before = rounds.policy.posterior.parameters(np.array([0]))[1]
-    for _ in range(LAG + 2):
-        rounds.begin(batch([0], scheduled=[K]), torch.tensor([1], dtype=torch.int32), asynchronous)
+    for _ in range(READBACK_DELAY + 2):
+        rounds.begin(target_step([0], [1], scheduled=[K]), asynchronous)
         last = rounds.policy.posterior.parameters(np.array([0]))[1]
     assert (last - before).tolist() == [failures]
 
@@ -165,7 +164,7 @@ def test_after_a_fault_nobody_has_a_draft_and_everybody_is_admitted_anew(monkeyp
     slots = np.array([0, 2])
     rounds.admit([0, 2], [new_request(), new_request(eesd_max_draft_tokens=1)])
     prior = rounds.policy.posterior.parameters(slots).tolist()
-    for _ in range(LAG + 2):
+    for _ in range(READBACK_DELAY + 2):
         begin(rounds, [0, 2], [1, 1], scheduled=[K, K])
     assert rounds.policy.posterior.parameters(slots).tolist() != prior
     with monkeypatch.context() as patch:
@@ -176,8 +175,8 @@ def test_after_a_fault_nobody_has_a_draft_and_everybody_is_admitted_anew(monkeyp
     assert rounds.num_drafted.tolist() == [0, 0, 0]
     begin(rounds, [0, 2], [1, 1], scheduled=[K, K])
     assert rounds.policy.posterior.parameters(slots).tolist() == prior  # what was under way is dropped
-    assert rounds.lengths.tolist() == [K, 1]
-    for _ in range(LAG + 1):  # the first step verified nothing
+    assert rounds._round.lengths.tolist() == [K, 1]
+    for _ in range(READBACK_DELAY + 1):  # the first step verified nothing
         begin(rounds, [0, 2], [1, 1], scheduled=[K, K])
     assert rounds.policy.posterior.parameters(slots).tolist() != prior
 
@@ -190,7 +189,7 @@ def test_a_request_that_could_not_be_admitted_is_admitted_with_its_first_round(m
             rounds.admit([1], [new_request(eesd_max_draft_tokens=2)])
     rounds.start_afresh()
     begin(rounds, [1], [1])
-    assert rounds.lengths.tolist() == [2]
+    assert rounds._round.lengths.tolist() == [2]
 
 
 def test_warming_up_teaches_nothing(monkeypatch):
@@ -199,7 +198,7 @@ def test_warming_up_teaches_nothing(monkeypatch):
     rounds.learns = False
     rounds.admit([1], [new_request()])
     before, costs = rounds.policy.posterior.parameters(np.array([1])).tolist(), rounds.policy.costs.state()
-    for _ in range(LAG + 3):
+    for _ in range(READBACK_DELAY + 3):
         begin(rounds, [1], [2], scheduled=[K])
     assert rounds.policy.posterior.parameters(np.array([1])).tolist() == before
     assert rounds.policy.costs.state() == costs and rounds.stats.rounds == 0
@@ -233,10 +232,12 @@ def test_every_step_is_timed_whatever_the_number_of_ranks(monkeypatch):
     totals = []
     for world_size in (1, 2):
         moments = itertools.count()
-        monkeypatch.setattr(v2_lag, "time", SimpleNamespace(perf_counter=lambda moments=moments: float(next(moments))))
+        monkeypatch.setattr(
+            readback, "time", SimpleNamespace(perf_counter=lambda moments=moments: float(next(moments)))
+        )
         rounds = make_rounds(monkeypatch, world_size, policy="fixed")
         rounds.admit([1], [new_request()])
-        for _ in range(2 * SHARE_TIMES_EVERY + LAG):
+        for _ in range(2 * SHARE_TIMES_EVERY + READBACK_DELAY):
             begin(rounds, [1], [1], scheduled=[K])
         assert rounds.policy.costs.state()["verify_ms"]
         totals.append(rounds.stats.decode_ms)
@@ -264,16 +265,16 @@ def test_drafts_of_hidden_states_that_are_not_finite_are_counted_late(monkeypatc
     rounds = make_rounds(monkeypatch, policy=policy)
     rounds.admit([0, 2], [new_request(), new_request(eesd_max_draft_tokens=1)])
     counted, expected = [], []
-    for number in range(LAG + 4):
+    for number in range(READBACK_DELAY + 4):
         begin(rounds, [2, 0], [1, 1], scheduled=[K, K])
         counted.append(rounds.stats.not_finite)
         draft(rounds, np.full((2, K), 0.9, dtype=np.float32))
-        drafted = np.arange(K) < rounds.lengths[:, None]
+        drafted = np.arange(K) < rounds._round.lengths[:, None]
         finite = drafted if number else np.zeros_like(drafted)  # in the first round nothing is
         expected.append(int((drafted & ~finite).sum()))
-        rounds.end(torch.from_numpy(np.where(finite, np.float32(0.9), np.float32(np.nan))))
+        rounds.end(torch.from_numpy(np.where(finite, np.float32(0.9), np.float32(np.nan))))  # in place of the others
     assert expected[0] > 0
-    assert counted == [0] * (LAG + 1) + [expected[0]] * 3
+    assert counted == [0] * (READBACK_DELAY + 1) + [expected[0]] * 3
 
 
 def test_the_last_confidence_of_a_round_is_learned_from_too(monkeypatch):
@@ -283,10 +284,9 @@ def test_the_last_confidence_of_a_round_is_learned_from_too(monkeypatch):
     monkeypatch.setattr(rounds.policy.calibration, "observe", lambda c, v, a, s: observed.append(c[:, : K + 1]))
     rounds.admit([0, 1], [new_request(), new_request()])
     columns = np.array([[0.9, 0.8, 0.7, 0.6], [0.9, 0.1, 0.3, 0.2]], dtype=np.float32)
-    for _ in range(LAG + 2):
+    for _ in range(READBACK_DELAY + 2):
         begin(rounds, [0, 1], [1, 1], scheduled=[K, K])
         assert draft(rounds, columns)[0] == [K, 2]
-        rounds.end(torch.from_numpy(columns))
     unknown = np.nan  # what was drafted in vain is no part of a draft
     expected = [[0.9, 0.8, 0.7, 0.6, unknown], [0.9, 0.1, unknown, unknown, unknown]]
     np.testing.assert_allclose(observed[-1], np.array(expected, dtype=np.float32))
@@ -300,10 +300,9 @@ def test_confidences_of_another_request_in_the_same_slot_are_not_taken(monkeypat
     rounds.admit([1], [new_request()])
     begin(rounds, [1], [1])
     draft(rounds, columns)
-    rounds.end(torch.from_numpy(columns))
     rounds.admit([1], [new_request()])
     rounds.num_drafted[1] = K  # as if the new request were verified at once
-    for _ in range(LAG + 1):
+    for _ in range(READBACK_DELAY + 1):
         begin(rounds, [1], [1], scheduled=[K])
     assert np.isnan(observed[0]).all()
 
@@ -313,7 +312,7 @@ def test_a_sequence_limit_that_vllm_shortens_after_the_start_is_heeded(monkeypat
     rounds.max_model_len = 14  # ten of the prompt, the token just sampled, two drafts and the token after them
     rounds.admit([0], [new_request()])
     begin(rounds, [0], [0])
-    assert rounds.lengths.tolist() == [2]
+    assert rounds._round.lengths.tolist() == [2]
 
 
 def test_a_traced_round_is_what_the_target_judged(monkeypatch):
@@ -323,18 +322,17 @@ def test_a_traced_round_is_what_the_target_judged(monkeypatch):
     rounds.round_trace = SimpleNamespace(add_pending=lambda *args: noted.append(args))
     rounds.admit([0, 1, 2], [new_request(), new_request(structured_outputs=object()), new_request()])
 
-    def step(prefilling, scheduled):
+    def run(prefilling, scheduled):
         drafts = torch.tensor([[11, 12, 13, 14], [21, 22, 23, 24], [31, 32, 33, 34]])
-        last, num_sampled = torch.tensor([19, 29, 39]), torch.tensor([3, 2, 5], dtype=torch.int32)
-        step = batch([0, 1, 2], scheduled)
+        step = target_step([0, 1, 2], [3, 2, 5], scheduled)
+        step.last_sampled = torch.tensor([[19], [29], [39]])
         step._batch.is_prefilling_np, step._batch.req_ids = np.array(prefilling), ["a", "b", "c"]
-        tokens = v2_trace.tokens_of_step(drafts, last, num_sampled)
-        times = rounds.begin(step, num_sampled, True, tokens)
-        times.moments.mark()
+        step._batch.idx_mapping = torch.arange(3)
+        rounds.begin(step, True, trace.tokens_of_step(step, drafts)).mark()
 
-    step([False] * 3, [K] * 3)  # nothing is known of the time before it
+    run([False] * 3, [K] * 3)  # nothing is known of the time before it
     assert not noted
-    step([False, False, True], [K, K, 0])
+    run([False, False, True], [K, K, 0])
     ((drafts, policy, _, num_reqs, verdict),) = noted
     assert (drafts.slots.tolist(), policy, num_reqs) == ([0, 1, 2], rounds.policy, 2)
     known = verdict()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import inspect
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -25,14 +26,21 @@ from vllm_eesd.host.compat import (
 from vllm_eesd.host.model.draft_vocabulary import DraftVocabulary
 from vllm_eesd.host.model.layers import carries_residual, run_layer, summed
 
+if TYPE_CHECKING:
+    from vllm.model_executor.layers.attention import Attention
+    from vllm.model_executor.models.utils import WeightsMapper
 
-def kv_fill(hidden_states: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer_name: str) -> None:
+
+def kv_fill(
+    hidden_states: torch.Tensor, key: torch.Tensor, value: torch.Tensor, positions: torch.Tensor, layer_name: str
+) -> None:
     """Write the exit layer's K/V of all scheduled tokens into its paged cache.
 
     Args:
         hidden_states: [num_tokens, hidden_size], declared as mutated (it is not): the next layer reads it, so a
             compiler can neither drop this call nor move it.
-        key, value: [num_tokens, num_kv_heads * head_size].
+        key, value: [num_tokens, num_kv_heads * head_size], see `ExitHead.fill_by`.
+        positions: [num_tokens] int64.
         layer_name: of the exit layer's `Attention`.
     Source: vllm/model_executor/layers/attention/attention.py, unified_kv_cache_update.
     """
@@ -41,21 +49,30 @@ def kv_fill(hidden_states: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
     if slot_mapping is None:  # profiling and warm-up
         return
     attention = context.no_compile_layers[layer_name]
-    attention.impl.do_kv_cache_update(
-        attention,
-        key.view(-1, attention.num_kv_heads, attention.head_size),
-        value.view(-1, attention.num_kv_heads, attention.head_size_v),
-        attention.kv_cache,
-        slot_mapping,
-    )
+    getattr(attention, "eesd_fill", write_kv)(attention, attention.kv_cache, slot_mapping, key, value, positions)
 
 
-def _kv_fill_fake(hidden_states: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer_name: str) -> None:
-    return None
+def write_kv(
+    attention: Attention,
+    kv_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    positions: torch.Tensor,
+) -> None:
+    """Write keys, normed and rotated, and values as the layer's attention backend does.
+
+    Args:
+        slot_mapping: [num_tokens] int64.
+        The others: see `kv_fill`.
+    """
+    key = key.view(-1, attention.num_kv_heads, attention.head_size)
+    value = value.view(-1, attention.num_kv_heads, attention.head_size_v)
+    attention.impl.do_kv_cache_update(attention, key, value, kv_cache, slot_mapping)
 
 
 _LIBRARY = torch.library.Library("eesd", "FRAGMENT")
-direct_register_custom_op("kv_fill", kv_fill, ["hidden_states"], _kv_fill_fake, target_lib=_LIBRARY)
+direct_register_custom_op("kv_fill", kv_fill, ["hidden_states"], lambda *args, **kwargs: None, target_lib=_LIBRARY)
 
 
 class ExitHead(nn.Module):
@@ -67,22 +84,22 @@ class ExitHead(nn.Module):
         config: the head's.
     Attributes:
         vocabulary: what of the target's vocabulary it drafts from; None is all of it. Set by `load`.
-        fills_by_kernel: whether the KV fill is one kernel, `v2_kv_fill.fill_rotated`; set before anything is compiled.
     Source: arXiv 2406.03853, section 3.1 (early-exiting layer).
     """
 
     vocabulary: DraftVocabulary | None
-    fills_by_kernel = False
 
     def __init__(self, vllm_config: VllmConfig, target: nn.Module, config: ExitHeadConfig) -> None:
         super().__init__()
         layers = target.model.layers
         # One integer that no target layer has: vLLM orders KV caches by it.
         prefix = f"eesd_exit.layers.{len(layers)}"
-        pattern = layers[config.exit_layer]
-        self.layer = _build_like(type(pattern), vllm_config, prefix)
+        pattern, hf_config = layers[config.exit_layer], vllm_config.model_config.hf_text_config
+        unquantised = copy.copy(vllm_config)
+        unquantised.quant_config = None  # the head's own weights are not quantised
+        available = {"vllm_config": unquantised, "config": hf_config, "cache_config": vllm_config.cache_config}
+        self.layer = _build(type(pattern), available | {"quant_config": None, "prefix": prefix})
         self._with_residual = carries_residual(pattern)
-        hf_config = vllm_config.model_config.hf_text_config
         self.norm = RMSNorm(hf_config.hidden_size, eps=hf_config.rms_norm_eps)
         self.attention_name: str | None = f"{prefix}.self_attn.attn"
 
@@ -101,7 +118,7 @@ class ExitHead(nn.Module):
         process_weights_after_loading(head, model_config, device)
         return head.eval()
 
-    def load_tensors(self, tensors: dict[str, torch.Tensor], mapper: Any) -> None:
+    def load_tensors(self, tensors: dict[str, torch.Tensor], mapper: WeightsMapper) -> None:
         """Copy the checkpoint's tensors in; `mapper` is the target's, from its names to vLLM's."""
         AutoWeightsLoader(self).load_weights(tensors.items(), mapper=mapper)
 
@@ -111,17 +128,13 @@ class ExitHead(nn.Module):
         Prompt chunks, verified drafts, prefix reuse and preemption need no code of their own this way, and the fill is
         part of the target's compiled graph.
         """
-
-        def fill(_layer: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
-            self.fill_kv(*args)
-
-        target.model.layers[exit_layer].register_forward_pre_hook(fill)
+        target.model.layers[exit_layer].register_forward_pre_hook(lambda _, args: self.fill_kv(*args))
 
     def round_context(self, target_hidden_states: torch.Tensor) -> torch.Tensor | None:
         """Return what is added to the exit layer's input throughout a round; a transformer head adds nothing.
 
         Args:
-            target_hidden_states: [num_reqs, hidden_size], the target's normed output that produced the bonus token.
+            target_hidden_states: [num_reqs, hidden_size], the target's normed output at the round's input token.
         """
         return None
 
@@ -142,39 +155,37 @@ class ExitHead(nn.Module):
         # The sum is a new tensor: RMSNorm(x, residual) would write into the target's residual stream.
         qkv, _ = attention.qkv_proj(self.layer.input_layernorm(summed(hidden_states, residual)))
         query, key, value = qkv.split([attention.q_size, attention.kv_size, attention.kv_size], dim=-1)
-        self._write_kv(positions, hidden_states, query, key, value)
+        self._fill(positions, hidden_states, query, key, value)
 
-    def _write_kv(
-        self, positions: torch.Tensor, read_later: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: Any
+    def fill_by(self, fill: Callable[..., None]) -> None:
+        """Have the KV fill done by `fill`, called as `write_kv` is, with keys as the projection left them.
+
+        To be called before anything is compiled.
+        """
+        self.layer.self_attn.attn.eesd_fill = fill
+
+    def _fill(
+        self,
+        positions: torch.Tensor,
+        read_later: torch.Tensor,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
     ) -> None:
         """Norm and rotate the keys as the layer's attention does, and write; the rotary embedding wants a query too."""
         attention = self.layer.self_attn
-        if self.fills_by_kernel:
-            norm, cos_sin = getattr(attention, "k_norm", None), attention.rotary_emb.cos_sin_cache
-            weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.variance_epsilon)
-            torch.ops.eesd.kv_fill_rotated(
-                read_later,
-                key,
-                value,
-                positions,
-                cos_sin,
-                attention.rotary_emb.is_neox_style,
-                weight,
-                eps,
-                self.attention_name,
-            )
-            return
-        if hasattr(attention, "k_norm"):  # Qwen3
-            key = attention.k_norm(key.view(-1, attention.num_kv_heads, attention.head_dim)).view(key.shape)
-        _, key = attention.rotary_emb(positions, query, key)
-        torch.ops.eesd.kv_fill(read_later, key, value, self.attention_name)
+        if not hasattr(attention.attn, "eesd_fill"):
+            if hasattr(attention, "k_norm"):  # Qwen3
+                key = attention.k_norm(key.view(-1, attention.num_kv_heads, attention.head_dim)).view(key.shape)
+            _, key = attention.rotary_emb(positions, query, key)
+        torch.ops.eesd.kv_fill(read_later, key, value, positions, self.attention_name)
 
 
 class DeepContextHead(ExitHead):
     """An exit head whose KV of verified tokens comes from the target's last hidden state, by a second projection.
 
-    Drafting writes KV from h_N; verification then overwrites it. The normed output that produced the bonus token is
-    also added, projected, to the layer's input in every step of the round.
+    Drafting writes KV from h_N; verification then overwrites it. The normed output that
+    produced the round's input token is also added, projected, to the layer's input in every step of the round.
     """
 
     def __init__(self, vllm_config: VllmConfig, target: nn.Module, config: ExitHeadConfig) -> None:
@@ -191,24 +202,23 @@ class DeepContextHead(ExitHead):
         )
         self.inject = ReplicatedLinear(hidden_size, hidden_size, bias=False, prefix="eesd_exit.inject")
 
-    def load_tensors(self, tensors: dict[str, torch.Tensor], mapper: Any) -> None:
+    def load_tensors(self, tensors: dict[str, torch.Tensor], mapper: WeightsMapper) -> None:
         super().load_tensors({name: t for name, t in tensors.items() if not name.startswith("deep.")}, mapper)
         for name, tensor in tensors.items():
-            _, projection, parameter = name.split(".") if name.startswith("deep.") else (None, None, None)
-            if projection == "inject":
-                self.inject.weight_loader(self.inject.weight, tensor)
-            elif projection is not None:
-                destination = getattr(self.kv_proj, parameter)
-                self.kv_proj.weight_loader(destination, tensor, {"k_proj": "k", "v_proj": "v"}[projection])
+            match name.split("."):
+                case ["deep", "inject", _]:
+                    self.inject.weight_loader(self.inject.weight, tensor)
+                case ["deep", "k_proj" | "v_proj" as projection, parameter]:
+                    self.kv_proj.weight_loader(getattr(self.kv_proj, parameter), tensor, projection[0])
 
     def hook_kv_fill(self, target: nn.Module, exit_layer: int) -> None:
         """Make every forward of the target fill the exit layer's KV just after its last layer ran."""
 
-        def fill(_layer: nn.Module, args: tuple[torch.Tensor, ...], output: Any) -> None:
+        def fill(_layer: nn.Module, args: tuple[torch.Tensor, ...], output: tuple | torch.Tensor) -> None:
             hidden_states, residual = output if self._with_residual else (output, None)
             # A new tensor again, and the final norm a second time: its result is out of reach of a hook.
             key, value = self.kv_proj(target.model.norm(summed(hidden_states, residual)))[0].chunk(2, dim=-1)
-            self._write_kv(args[0], hidden_states, torch.zeros_like(key), key.contiguous(), value.contiguous())
+            self._fill(args[0], hidden_states, torch.zeros_like(key), key.contiguous(), value.contiguous())
 
         target.model.layers[-1].register_forward_hook(fill)
 
@@ -247,20 +257,7 @@ class MlpHead(ExitHead):
 HEAD_CLASSES = {"transformer": ExitHead, "deep_context": DeepContextHead, "mlp": MlpHead}
 
 
-def _build_like(layer_class: type[nn.Module], vllm_config: VllmConfig, prefix: str) -> nn.Module:
-    """Return a new decoder layer of this class; the constructors differ in what they ask for."""
-    unquantised = copy.copy(vllm_config)
-    unquantised.quant_config = None  # the head's own weights are not quantised
-    available: dict[str, Any] = {
-        "vllm_config": unquantised,
-        "config": vllm_config.model_config.hf_text_config,
-        "cache_config": vllm_config.cache_config,
-        "quant_config": None,
-        "prefix": prefix,
-    }
-    return _build(layer_class, available)
-
-
-def _build(module_class: type[nn.Module], available: dict[str, Any]) -> nn.Module:
+def _build(module_class: type[nn.Module], available: dict[str, object]) -> nn.Module:
+    """Return a new module with those of these arguments that its constructor asks for: they differ by model."""
     wanted = inspect.signature(module_class.__init__).parameters
     return module_class(**{name: value for name, value in available.items() if name in wanted})

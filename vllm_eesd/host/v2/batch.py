@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
+if TYPE_CHECKING:
+    from vllm.v1.worker.gpu.input_batch import InputBatch
 
-class V2Batch:
-    """The batch of the target's step that has just run.
 
-    Args:
-        input_batch: vLLM's InputBatch.
+@dataclass
+class TargetStep:
+    """The target's step that has just run.
+
+    Attributes:
+        last_hidden_states: [num_tokens, hidden_size], the target's normed output.
+        num_sampled, num_rejected: [num_reqs] int32.
+        last_sampled: [max_num_reqs, 1] int64, by request state.
     Source: vllm/v1/worker/gpu/input_batch.py.
     """
 
-    def __init__(self, input_batch: Any) -> None:
-        self._batch = input_batch
+    _batch: InputBatch
+    last_hidden_states: torch.Tensor
+    num_sampled: torch.Tensor
+    num_rejected: torch.Tensor
+    last_sampled: torch.Tensor
 
     @property
     def num_reqs(self) -> int:

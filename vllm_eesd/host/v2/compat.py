@@ -3,6 +3,7 @@
 Apart from `compat`, because importing them misleads vLLM in a process that does not run V2: on a CPU the worker
 patches torch, and only then may anything of V2 be imported.
 """
+# ruff: noqa: F401
 
 from vllm.config.compilation import CUDAGraphMode
 from vllm.config.model import PROCESSED_LOGPROBS_MODES
@@ -26,27 +27,3 @@ from vllm.v1.worker.gpu.sample.penalties import PenaltiesState
 from vllm.v1.worker.gpu.spec_decode.adaptive_verification import AdaptiveVerificationManager
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.cudagraph_utils import SpeculatorCudaGraphManager
-
-__all__ = [
-    "PROCESSED_LOGPROBS_MODES",
-    "AdaptiveVerificationManager",
-    "AttentionCGSupport",
-    "BadWordsState",
-    "BatchDescriptor",
-    "CUDAGraphMode",
-    "DraftModelSpeculator",
-    "LogitBiasState",
-    "PenaltiesState",
-    "RotaryEmbedding",
-    "SamplingParams",
-    "SpeculatorCudaGraphManager",
-    "async_tensor_h2d",
-    "build_slot_mappings_by_layer",
-    "dispatch_cg_and_sync_dp",
-    "get_varlen_cudagraph_unsupported_backend",
-    "gpu_sync_allowed",
-    "gumbel_sample",
-    "init_attn_backend",
-    "set_forward_context",
-    "sort_batch_req_ids",
-]

@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from typing import TYPE_CHECKING
 
 import torch
 
-from vllm_eesd.host.cost_profile import Job, profile
+from vllm_eesd.host.cost_profile import profile
 from vllm_eesd.host.v2.readback import Timestamps
 from vllm_eesd.policy import CostModel
 
+if TYPE_CHECKING:
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
-def profile_costs(runner: Any, speculator: Any, costs: CostModel) -> None:
+    from vllm_eesd.host.v2.draft_steps import DraftSteps
+
+
+def profile_costs(runner: GPUModelRunner, speculator: DraftSteps, costs: CostModel) -> None:
     """Give `costs` something to start from: dummy runs, which have attention and replay CUDA graphs where serving does.
 
     Forwards and draft steps are both timed as the device sees them while it has work waiting, which is how steps are
     timed while serving: what the host does meanwhile is hidden by them.
 
     Args:
-        runner: vLLM's GPUModelRunner, warmed up and its graphs captured.
-        speculator: the `EarlyExitSpeculator`.
+        runner: warmed up and its graphs captured.
+        speculator: the runner's.
     """
     on_gpu = runner.device.type == "cuda"
     synchronize = torch.cuda.synchronize if on_gpu else lambda: None
@@ -29,29 +35,28 @@ def profile_costs(runner: Any, speculator: Any, costs: CostModel) -> None:
         hidden_states, _ = runner._dummy_run(num_tokens)
         runner.model.compute_logits(hidden_states[:num_tokens])
 
-    def forward(num_tokens: int) -> Job:
-        def job() -> float:
-            speculator.rests_in_dummy_runs = True
-            try:
-                if on_gpu:
-                    run(num_tokens)  # the device is busy with it while the host prepares the one that is timed
-                times = Timestamps(runner.device)
-                times.mark()
-                run(num_tokens)
-                times.mark()
-                synchronize()
-            finally:
-                speculator.rests_in_dummy_runs = False
-            return times.ms(times, 0, 1)
-
-        return job
-
-    def draft(num_rows: int) -> Job:
-        def job() -> float:
-            runner._dummy_run(num_rows)
+    def forward_ms(num_tokens: int) -> float:
+        times, speculator.skips_dummy_runs = Timestamps(runner.device), True
+        try:
+            if on_gpu:
+                run(num_tokens)  # the device is busy with it while the host prepares the one that is timed
+            times.mark()
+            run(num_tokens)
+            times.mark()
             synchronize()
-            return speculator.dummy_times.ms(speculator.dummy_times, 0, 1)
+        finally:
+            speculator.skips_dummy_runs = False
+        return times.ms(times, 0, 1)
 
-        return job
+    def draft_ms(num_rows: int) -> float:
+        runner._dummy_run(num_rows)
+        synchronize()
+        return speculator.dummy_times.ms(speculator.dummy_times, 0, 1)
 
-    profile(runner, speculator.num_speculative_tokens, forward, draft, costs)
+    profile(
+        runner,
+        speculator.num_speculative_tokens,
+        lambda num_tokens: functools.partial(forward_ms, num_tokens),
+        lambda num_rows: functools.partial(draft_ms, num_rows),
+        costs,
+    )

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from vllm_eesd.host.compat import VllmConfig, init_logger
-from vllm_eesd.host.v2.batch import V2Batch
+from vllm_eesd.host.v2.batch import TargetStep
 from vllm_eesd.host.v2.compat import (
     AttentionCGSupport,
     BatchDescriptor,
@@ -21,34 +21,14 @@ from vllm_eesd.host.v2.compat import (
     set_forward_context,
 )
 
+if TYPE_CHECKING:
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.worker.gpu.block_table import BlockTables
+    from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
+    from vllm.v1.worker.gpu.model_states.interface import ModelState
+
 logger = init_logger("vllm.eesd")
-
-
-class TargetStep(NamedTuple):
-    """What the step of the target that has just run tells the round after it.
-
-    Attributes:
-        batch: its rows.
-        last_hidden_states: [num_tokens, hidden_size], the target's normed output.
-        num_sampled, num_rejected: [num_reqs] int32.
-        last_sampled: [max_num_reqs, 1] int64, by request state.
-    """
-
-    batch: V2Batch
-    last_hidden_states: torch.Tensor
-    num_sampled: torch.Tensor
-    num_rejected: torch.Tensor
-    last_sampled: torch.Tensor
-
-    @property
-    def num_reqs(self) -> int:
-        """Rows of the batch."""
-        return self.batch.num_reqs
-
-    @property
-    def seq_lens(self) -> torch.Tensor:
-        """[at least num_reqs] int32 on the host, no less than each sequence's length."""
-        return self.batch.seq_lens_upper_bound
+Metadata = dict[str, object] | None
 
 
 class DraftSteps(DraftModelSpeculator):
@@ -80,9 +60,11 @@ class DraftSteps(DraftModelSpeculator):
         self._arange = torch.arange(self.max_num_reqs + 1, dtype=torch.int32, device=device)
         self._graphs: SpeculatorCudaGraphManager | None = None
         #: vLLM's, from `set_attn` on; the run that profiles memory comes before there is a KV cache.
-        self.block_tables: Any = None
+        self.block_tables: BlockTables | None = None
 
-    def set_attn(self, model_state: Any, kv_cache_config: Any, block_tables: Any, *target: Any) -> None:
+    def set_attn(
+        self, model_state: ModelState, kv_cache_config: KVCacheConfig, block_tables: BlockTables, *target: object
+    ) -> None:
         """As vLLM's, with metadata for the target layers that drafting runs through as well."""
         super().set_attn(model_state, kv_cache_config, block_tables, *target)
         self.attn_groups, self.attn_cg_support, _ = init_attn_backend(
@@ -122,21 +104,20 @@ class DraftSteps(DraftModelSpeculator):
             progress_bar_desc="Capturing EESD draft steps",
         )
 
-    def _prepare(self, target_step: TargetStep) -> None:
+    def _prepare(self, step: TargetStep) -> None:
         """Fill the device's buffers for the first draft step, without asking the device anything."""
-        batch, last_hidden_states, num_sampled, num_rejected, last_sampled = target_step
-        num_reqs, buffers = batch.num_reqs, self.input_buffers
-        idx_mapping, blocks = batch.idx_mapping, self.block_tables
-        input_positions = (batch.seq_lens - num_rejected).long()
+        num_reqs, buffers = step.num_reqs, self.input_buffers
+        idx_mapping, blocks = step.idx_mapping, self.block_tables
+        input_positions = (step.seq_lens - step.num_rejected).long()
         limit = torch.zeros_like(input_positions)
         if blocks is not None:
             capacity = blocks.num_blocks.gpu[self._kv_group][idx_mapping].long() * blocks.block_sizes[self._kv_group]
             limit = capacity.clamp(max=self.max_model_len)
-        may_write = (num_sampled > 0) & (self.idx_mapping[:num_reqs] >= 0) & (input_positions < limit)
+        may_write = (step.num_sampled > 0) & (self.idx_mapping[:num_reqs] >= 0) & (input_positions < limit)
         self.idx_mapping[:num_reqs] = torch.where(may_write, idx_mapping, -1)
         self._position_limit[:num_reqs] = torch.where(may_write, limit, 0)
         positions = torch.where(may_write, input_positions, 0)
-        buffers.input_ids[:num_reqs] = torch.where(may_write, last_sampled[idx_mapping, 0], 0).int()
+        buffers.input_ids[:num_reqs] = torch.where(may_write, step.last_sampled[idx_mapping, 0], 0).int()
         buffers.positions[:num_reqs] = positions
         buffers.seq_lens[:num_reqs] = positions + 1
         # Rows that a CUDA graph adds.
@@ -145,22 +126,23 @@ class DraftSteps(DraftModelSpeculator):
         buffers.query_start_loc.copy_(self._arange.clamp(max=num_reqs))
         self._column.zero_()
         if self._round_context is not None:
-            last_rows = batch.last_tokens - num_rejected
-            self._round_context[:num_reqs] = self.model.round_context(last_hidden_states[last_rows.long()])
+            last_rows = (step.last_tokens - step.num_rejected).long()
+            self._round_context[:num_reqs] = self.model.round_context(step.last_hidden_states[last_rows])
 
-    def _run_step(self, step: int, num_reqs: int, graph: Any, seq_lens: torch.Tensor, skip_attn: bool) -> None:
+    def _run_step(
+        self, step: int, num_reqs: int, graph: BatchExecutionDescriptor, seq_lens: torch.Tensor, skip_attn: bool
+    ) -> None:
         """Run one draft step: replay its graph if it has one, after bringing up to date what is not in the graph."""
-        if not skip_attn and not self.supports_decode_metadata_update:
+        in_full_graph = graph.cg_mode == CUDAGraphMode.FULL
+        if not skip_attn and (not self.supports_decode_metadata_update or step == 1 and not in_full_graph):
             self._map_slots(num_reqs, graph.num_tokens)
-            self._metadata = self._build_metadata(step, num_reqs, graph, seq_lens)
+            self._metadata = self._build_uniform_attn_metadata(
+                batch_desc=graph, num_reqs=num_reqs, num_query_per_req=1, seq_lens_cpu_upper_bound=seq_lens, step=step
+            )
         elif not skip_attn and step == 1:
-            if graph.cg_mode == CUDAGraphMode.FULL:
-                for group in self.attn_groups[self._kv_group]:
-                    group.map_to_kernel_block_table(self.block_tables.input_block_tables[self._kv_group])
-            else:
-                self._map_slots(num_reqs, graph.num_tokens)
-                self._metadata = self._build_metadata(step, num_reqs, graph, seq_lens)
-        if graph.cg_mode == CUDAGraphMode.FULL:
+            for group in self.attn_groups[self._kv_group]:
+                group.map_to_kernel_block_table(self.block_tables.input_block_tables[self._kv_group])
+        if in_full_graph:
             assert self._graphs is not None
             self._graphs.run_fullgraph(graph)
             return
@@ -176,16 +158,11 @@ class DraftSteps(DraftModelSpeculator):
         )
         self._slot_mappings = build_slot_mappings_by_layer(mapped, self.kv_cache_config)
 
-    def _build_metadata(self, step: int, num_reqs: int, graph: Any, seq_lens: torch.Tensor) -> dict[str, Any] | None:
-        return self._build_uniform_attn_metadata(
-            batch_desc=graph, num_reqs=num_reqs, num_query_per_req=1, seq_lens_cpu_upper_bound=seq_lens, step=step
-        )
-
     def _draft(
         self,
         num_reqs: int,
         num_tokens: int,
-        attn_metadata: dict[str, Any] | None,
+        attn_metadata: Metadata,
         slot_mappings: dict[str, torch.Tensor] | None,
         num_tokens_across_dp: torch.Tensor | None,
         cudagraph_runtime_mode: CUDAGraphMode,

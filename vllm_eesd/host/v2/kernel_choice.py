@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -10,8 +11,8 @@ import torch
 from vllm_eesd.host.compat import get_tp_group, init_logger
 
 logger = init_logger("vllm.eesd")
-#: Calls of one measurement, and measurements; the least time counts, since whatever else happens only adds to it.
-CALLS, PASSES = 5, 5
+#: Of one measurement, about; a start makes some thirty. The least time counts: whatever else happens only adds to it.
+MEASURED_MS = 20
 
 Call = Callable[[], object]
 #: Takes the kernel and what it replaces, returns the ms that a call of each takes.
@@ -93,39 +94,10 @@ def timer_for(device: torch.device, in_graphs: bool) -> Timer | None:
     if device.type != "cuda":
         return None
 
-    def time_both(kernel: Call, fallback: Call) -> tuple[float, float]:
-        kernel_ms, fallback_ms = _least_ms([_repeated(kernel, in_graphs), _repeated(fallback, in_graphs)])
-        return kernel_ms, fallback_ms
+    from triton import testing
 
-    return time_both
-
-
-def _repeated(call: Call, in_graph: bool) -> Call:
-    """Return what makes CALLS calls, warmed up: kernels are compiled by their first one, which no graph may hold."""
-    call()
-    torch.cuda.synchronize()
-
-    def several() -> None:
-        for _ in range(CALLS):
-            call()
-
-    if not in_graph:
-        return several
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        several()
-    return graph.replay
-
-
-def _least_ms(runs: Sequence[Call]) -> list[float]:
-    """Return the least ms a call took of each; the runs take turns, the first turn is a rehearsal."""
-    times: list[list[float]] = [[] for _ in runs]
-    for _ in range(1 + PASSES):
-        for run, ms in zip(runs, times, strict=True):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            run()
-            end.record()
-            end.synchronize()
-            ms.append(begin.elapsed_time(end) / CALLS)
-    return [min(ms[1:]) for ms in times]
+    if in_graphs:
+        time = functools.partial(testing.do_bench_cudagraph, rep=MEASURED_MS / 10)  # which replays its graph ten times
+    else:
+        time = functools.partial(testing.do_bench, warmup=MEASURED_MS / 4, rep=MEASURED_MS)
+    return lambda kernel, fallback: (time(kernel, return_mode="min"), time(fallback, return_mode="min"))

@@ -56,15 +56,7 @@ def exit_head(
     return drafted.token_ids, drafted.top1_prob, logits
 
 
-def _exit_head_fake(
-    hidden_states: torch.Tensor,
-    weight: torch.Tensor,
-    vocab_size: int,
-    norm_weight: torch.Tensor,
-    eps: float,
-    token_ids: torch.Tensor | None,
-    with_logits: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _exit_head_fake(hidden_states, weight, vocab_size, norm_weight, eps, token_ids, with_logits):
     num_rows = hidden_states.shape[0]
     drafted = hidden_states.new_empty(num_rows, dtype=torch.int64)
     confidence = hidden_states.new_empty(num_rows, dtype=torch.float32)

@@ -6,18 +6,23 @@ time for twice. So it is timed against less, one pass over the keys and the writ
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
-from vllm_eesd.host.compat import VllmConfig, direct_register_custom_op, get_forward_context
-from vllm_eesd.host.model.exit_head import ExitHead
+from vllm_eesd.host.compat import VllmConfig
+from vllm_eesd.host.model.exit_head import ExitHead, write_kv
 from vllm_eesd.host.model.layers import is_plain_norm
 from vllm_eesd.host.v2 import kernel_choice
 from vllm_eesd.host.v2.compat import RotaryEmbedding
 from vllm_eesd.host.v2.kernel_choice import Timer, Timing
 from vllm_eesd.kernels.gpu import kv_fill as kv_fill_kernel
+
+if TYPE_CHECKING:
+    from vllm.model_executor.layers.attention import Attention
 
 #: Tokens of a forward at which `kv_fill` is timed, decoding and prompts; one graph serves all, so it must win at each.
 FILL_TOKENS = (1, 16, 128, 1024)
@@ -47,79 +52,41 @@ CACHE_DTYPES = {
 }
 
 
-def fill_rotated(
-    hidden_states: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    positions: torch.Tensor,
-    cos_sin_cache: torch.Tensor,
-    is_neox: bool,
-    k_norm_weight: torch.Tensor | None,
-    eps: float,
-    layer_name: str,
-) -> None:
-    """Norm and rotate keys, write K/V of all scheduled tokens into the exit layer's cache: `kv_fill`, one launch.
-
-    Args:
-        hidden_states: see `exit_layer.kv_fill`.
-        key, value: [num_tokens, num_kv_heads * head_size], as the projection left them.
-        positions: [num_tokens] int64.
-        The others: see `kernels.cpu.kv_fill.kv_fill`; the layer's name is its `Attention`'s.
-    """
-    context = get_forward_context()
-    slot_mapping = context.slot_mapping.get(layer_name)
-    if slot_mapping is None:  # profiling and warm-up
-        return
-    attention = context.no_compile_layers[layer_name]
-    rotation = positions, cos_sin_cache, is_neox
-    _fill(attention, attention.kv_cache, slot_mapping, key, value, *rotation, k_norm_weight, eps)
-
-
-def _fill(
-    attention: Any,
+def fill_by_kernel(
+    attention: Attention,
     kv_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     positions: torch.Tensor,
-    cos_sin_cache: torch.Tensor,
-    is_neox: bool,
-    k_norm_weight: torch.Tensor | None,
-    eps: float,
+    *,
+    layer: nn.Module,
 ) -> None:
+    """Norm and rotate keys, and write K/V, as `exit_head.write_kv` and what comes before it: one launch.
+
+    Args:
+        key, value: [num_tokens, num_kv_heads * head_size], as the projection left them.
+        layer: the `self_attn` whose key norm and rotary embedding it does.
+        The others: see `exit_head.write_kv`.
+    """
     caches = LAYOUTS[attention.attn_backend.get_name()](kv_cache)
-    dtype = CACHE_DTYPES[attention.kv_cache_dtype]
-    scaled = {} if dtype is None else {"k_scale": attention._k_scale, "v_scale": attention._v_scale}
+    scaled = {}
+    if (dtype := CACHE_DTYPES[attention.kv_cache_dtype]) is not None:
+        caches = [cache.view(dtype) for cache in caches]
+        scaled = {"k_scale": attention._k_scale, "v_scale": attention._v_scale}
+    norm = getattr(layer, "k_norm", None)
     kv_fill_kernel.kv_fill(
         key.view(len(key), attention.num_kv_heads, attention.head_size),
         value.view(len(value), attention.num_kv_heads, attention.head_size_v),
         positions,
-        cos_sin_cache,
+        layer.rotary_emb.cos_sin_cache,
         slot_mapping,
-        *(caches if dtype is None else (cache.view(dtype) for cache in caches)),
-        is_neox=is_neox,
-        k_norm_weight=k_norm_weight,
-        eps=eps,
+        *caches,
+        is_neox=layer.rotary_emb.is_neox_style,
+        k_norm_weight=None if norm is None else norm.weight,
+        eps=0.0 if norm is None else norm.variance_epsilon,
         **scaled,
     )
-
-
-def _fill_fake(
-    hidden_states: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    positions: torch.Tensor,
-    cos_sin_cache: torch.Tensor,
-    is_neox: bool,
-    k_norm_weight: torch.Tensor | None,
-    eps: float,
-    layer_name: str,
-) -> None:
-    return None
-
-
-_LIBRARY = torch.library.Library("eesd", "FRAGMENT")
-direct_register_custom_op("kv_fill_rotated", fill_rotated, ["hidden_states"], _fill_fake, target_lib=_LIBRARY)
 
 
 def kv_fill_obstacle(head: ExitHead) -> str | None:
@@ -139,10 +106,12 @@ def kv_fill_obstacle(head: ExitHead) -> str | None:
 
 @torch.inference_mode()
 def use_kv_fill(head: ExitHead | None, vllm_config: VllmConfig, timer: Timer | None) -> bool:
-    """Return whether the KV fill should be the `kv_fill` kernel; a head without KV has none.
+    """Have a head's KV filled by the `kv_fill` kernel where it is faster; a head without KV has nothing to fill.
 
     Args:
         timer: `kernel_choice.timer_for`.
+    Returns:
+        Whether it is.
     """
     if timer is None or head is None or head.attention_name is None:
         return False
@@ -151,25 +120,26 @@ def use_kv_fill(head: ExitHead | None, vllm_config: VllmConfig, timer: Timer | N
         return False
     most = vllm_config.scheduler_config.max_num_batched_tokens
     sizes = sorted({min(size, most) for size in FILL_TOKENS})
-    dtype = vllm_config.model_config.dtype
-    return bool(kernel_choice.decide("kv_fill", sizes, lambda size: _time_fill(head, dtype, timer, size), True))
+    layer, dtype = head.layer.self_attn, vllm_config.model_config.dtype
+    wins = bool(kernel_choice.decide("kv_fill", sizes, lambda size: _time(layer, dtype, timer, size), everywhere=True))
+    if wins:
+        head.fill_by(functools.partial(fill_by_kernel, layer=layer))
+    return wins
 
 
-def _time_fill(head: ExitHead, dtype: torch.dtype, timer: Timer, num_tokens: int) -> Timing:
+def _time(layer: nn.Module, dtype: torch.dtype, timer: Timer, num_tokens: int) -> Timing:
     """Time both ways into a cache of its own: the engine has none yet."""
-    self_attention = head.layer.self_attn
-    attention, rotary, norm = self_attention.attn, self_attention.rotary_emb, getattr(self_attention, "k_norm", None)
-    num_heads, head_size, device = attention.num_kv_heads, attention.head_size, rotary.cos_sin_cache.device
+    attention, angles = layer.attn, layer.rotary_emb.cos_sin_cache
+    num_heads, head_size, device = attention.num_kv_heads, attention.head_size, angles.device
     shape = -(-num_tokens // TIMED_BLOCK_SIZE), num_heads, TIMED_BLOCK_SIZE, 2 * head_size
     is_float8 = CACHE_DTYPES[attention.kv_cache_dtype] is not None
     cache = torch.zeros(shape, dtype=torch.uint8 if is_float8 else dtype, device=device)
     key, value = torch.ones(2, num_tokens, num_heads * head_size, dtype=dtype, device=device)
     slots = torch.arange(num_tokens, device=device)
-    arguments = key, value, slots % len(rotary.cos_sin_cache), rotary.cos_sin_cache, rotary.is_neox_style
-    norming = (None, 0.0) if norm is None else (norm.weight, norm.variance_epsilon)
-
-    def write() -> None:
-        by_head = [tensor.view(num_tokens, num_heads, head_size) for tensor in (key * 2, value)]
-        attention.impl.do_kv_cache_update(attention, *by_head, cache, slots)
-
-    return Timing(num_tokens, *timer(lambda: _fill(attention, cache, slots, *arguments, *norming), write))
+    given = attention, cache, slots
+    positions = slots % len(angles)
+    times = timer(
+        lambda: fill_by_kernel(*given, key, value, positions, layer=layer),
+        lambda: write_kv(*given, key * 2, value, positions),
+    )
+    return Timing(num_tokens, *times)

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
+from vllm_eesd.config import MAX_SPECULATIVE_TOKENS
 from vllm_eesd.host.round_setup import agree_on_times, build_policy_of, open_trace
 from vllm_eesd.host.speculative import EESDSpeculativeConfig
-from vllm_eesd.host.v2.batch import V2Batch
-from vllm_eesd.host.v2.readback import ConfidenceCopies, Drafted, Judged, Lagged, RoundTimes
+from vllm_eesd.host.v2.batch import TargetStep
+from vllm_eesd.host.v2.readback import READBACK_DELAY, Drafted, HostCopy, PendingStep, RoundTimes
 from vllm_eesd.host.v2.trace import pending_verdict
 from vllm_eesd.policy import DraftLengthPolicy, Outcome
 from vllm_eesd.round.counters import DraftStats
@@ -22,12 +24,15 @@ from vllm_eesd.round.requests import NewRequest, RunningRequests
 from vllm_eesd.round.slots import PendingDrafts
 from vllm_eesd.round_trace import Drafts
 
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import NewRequestData
+
 #: With tensor parallelism rank 0's times go to all ranks once in so many steps, a message on the host each time.
 SHARE_TIMES_EVERY = 16
 
 
 class Rounds:
-    """Asks the policy for each round's draft lengths, and feeds it with outcomes and times a fixed lag later.
+    """Asks the policy for each round's draft lengths, and feeds it with outcomes and times `READBACK_DELAY` later.
 
     A request's slot is its index in vLLM's request states. A preempted request comes back as a new one, from the prior.
 
@@ -50,6 +55,7 @@ class Rounds:
         #: vLLM may shorten it until its KV cache is allocated.
         self.max_model_len = max_model_len
         self._samples_drafts = config.eesd.draft_sample_method == "probabilistic"
+        #: What the text of each slot's request has at least.
         self._num_tokens = np.zeros(max_num_reqs, dtype=np.int64)
         self._generation = np.zeros(max_num_reqs, dtype=np.int64)
         self._has_grammar = np.zeros(max_num_reqs, dtype=bool)
@@ -72,12 +78,8 @@ class Rounds:
         self._learner = Learner(policy, self.stats, self._agree_on_times)
         self.start_afresh()
 
-    def admit(self, slots: Sequence[int], new_requests: Sequence[Any]) -> None:
-        """Take in requests that start or come back from preemption.
-
-        Args:
-            new_requests: vLLM's NewRequestData.
-        """
+    def admit(self, slots: Sequence[int], new_requests: Sequence[NewRequestData]) -> None:
+        """Take in requests that start or come back from preemption."""
         for slot, request in zip(slots, new_requests, strict=True):
             params = request.sampling_params
             self._requested[slot] = NewRequest(params, len(request.prompt_token_ids or ()), "")
@@ -96,32 +98,23 @@ class Rounds:
     def start_afresh(self) -> None:
         """Drop what a failed round may have left half written: no request has a draft, the next round admits all anew.
 
-        Outcomes under way are dropped with it. What is known of a request's length then lags by their tokens,
+        Outcomes under way are dropped with it. What is known of a request's length then lacks their accepted drafts,
         so its last draft may be longer than it needs to be; it is never verified past the request's end.
         """
         self._pending.clear()
         self._not_admitted = set(self._requested)
-        self._forget_steps()
-
-    def _forget_steps(self) -> None:
-        self._lagged = Lagged(len(self.num_drafted), self._device)
-        self._copies = ConfidenceCopies((len(self.num_drafted), self._config.num_speculative_tokens), self._device)
+        self._under_way: deque[PendingStep] = deque()
+        #: [max_num_reqs, MAX_SPECULATIVE_TOKENS], of the drafts that the last step read had verified; NaN if unknown.
+        self._confidences = np.full((self._max_num_reqs, MAX_SPECULATIVE_TOKENS), np.nan, dtype=np.float32)
         self._drafted: Drafted | None = None
         self._times: RoundTimes | None = None
 
     def begin(
-        self,
-        batch: V2Batch,
-        num_sampled: torch.Tensor,
-        asynchronous: bool,
-        tokens: torch.Tensor | None = None,
-        longest: int | None = None,
+        self, step: TargetStep, asynchronous: bool, tokens: torch.Tensor | None = None, longest: int | None = None
     ) -> RoundTimes:
         """Learn from the step that is now old enough, and ask which rows draft a first token.
 
         Args:
-            batch: of the step just run.
-            num_sampled: [num_reqs] int32 on the device.
             asynchronous: whether vLLM schedules a step before the one before has ended.
             tokens: of `trace.tokens_of_step`, where rounds are traced.
             longest: the longest draft of this round, for all requests; None is K.
@@ -130,41 +123,41 @@ class Rounds:
         """
         if self._not_admitted:
             self._admit()
-        slots = batch.slots()
-        self._times = times = RoundTimes(self._device, len(slots), self._times)
-        times.moments.mark()
-        judged = self._judged(batch, slots, times)
-        if tokens is not None and self.learns and times.previous is not None and judged.decoded.any():
-            self._trace(batch.req_ids, judged, tokens, asynchronous)
+        pending = self._pending_step(step)
+        if tokens is not None and self.learns and pending.before is not None and pending.decoded.any():
+            self._trace(pending, step.req_ids, tokens, asynchronous)
         self._began_s = time.perf_counter()
-        old = self._lagged.push(judged, num_sampled)
-        if old is not None:
-            self._observe(old, asynchronous)
-        self._choose(slots, self._limits(batch, slots, longest))
+        # A decoding request emits one token or more; a prompt's last chunk is counted late, which costs a draft.
+        self._num_tokens[pending.slots] += pending.decoded
+        self._under_way.append(pending)
+        if len(self._under_way) > READBACK_DELAY:
+            self._observe(self._under_way.popleft(), asynchronous)
+        self._choose(pending.slots, self._limits(step, pending.slots, longest))
         self._learner.report()
-        return times
+        return pending.after
 
-    def _judged(self, batch: V2Batch, slots: np.ndarray, times: RoundTimes) -> Judged:
-        """Return the outcome of the step just run, as far as the host knows it: not how many tokens it emitted."""
-        verified = np.minimum(self.num_drafted[slots], batch.num_scheduled_drafts())
+    def _pending_step(self, step: TargetStep) -> PendingStep:
+        """Return the step just run, as far as the host knows it, and start the clock of the round after it."""
+        slots = step.slots()
+        before, self._times = self._times, RoundTimes(self._device, len(slots))
+        self._times.mark()
         drafted, self._drafted = self._drafted, None
-        return Judged(
+        return PendingStep(
             slots,
             self._generation[slots],
-            batch.decoded(),
-            verified,
-            self._pending.confidences[slots],
-            np.zeros(0, dtype=np.int64),
-            batch.num_tokens,
-            times,
+            step.decoded(),
+            np.minimum(self.num_drafted[slots], step.num_scheduled_drafts()),
+            step.num_tokens,
+            HostCopy(step.num_sampled),
+            before,
+            self._times,
             drafted,
         )
 
-    def _limits(self, batch: V2Batch, slots: np.ndarray, longest: int | None) -> np.ndarray:
+    def _limits(self, step: TargetStep, slots: np.ndarray, longest: int | None) -> np.ndarray:
         """Return the longest draft each row may have, [num_reqs] int64; see `begin`."""
-        at_least = self._num_tokens[slots] + self._lagged.num_emitted_at_least(slots, self._generation[slots])
-        limits = self.requests.longest_drafts(slots, at_least)
-        limits[~batch.reaches_end_of_prompt()] = 0
+        limits = self.requests.longest_drafts(slots, self._num_tokens[slots])
+        limits[~step.reaches_end_of_prompt()] = 0
         if longest is not None:
             limits = np.minimum(limits, longest)
         if self._samples_drafts:
@@ -180,11 +173,6 @@ class Rounds:
             self._round.tell(None)
         self._pending.keep(self._round)
 
-    @property
-    def lengths(self) -> np.ndarray:
-        """Length of each row's draft as decided so far, [num_reqs] int64."""
-        return self._round.lengths
-
     def wants_step(self, step: int) -> bool:
         """Return whether draft step `step` (from 1) should run: a row drafts that token, or may yet."""
         if not self.waits_for_confidence:
@@ -198,7 +186,6 @@ class Rounds:
             confidence: [num_reqs] float32, of the whole batch.
         """
         self._round.tell(confidence[self._round.rows])
-        self._pending.keep(self._round)
 
     def end(self, confidences: torch.Tensor) -> None:
         """The round's draft steps are on their way: have their confidences copied, to be read with the verdict.
@@ -206,62 +193,63 @@ class Rounds:
         Args:
             confidences: [num_reqs, K] float32 on the device.
         """
-        copied = self._copies.copy(confidences)
-        slots = self._round.slots
-        self._drafted = Drafted(slots, self._generation[slots], self.lengths, copied, self.waits_for_confidence)
+        self._pending.keep(self._round)
+        self._drafted = Drafted(self._round, self._generation[self._round.slots], HostCopy(confidences))
 
     def pause(self) -> None:
         """A step ran that was not a round: the time around it says nothing."""
         self._times = None
 
-    def policy_metrics(self, slots: np.ndarray) -> dict[str, Any]:
-        """Return what the policy believes of these running requests, `DraftLengthPolicy.metrics`."""
-        return self.policy.metrics(slots)
-
-    def _observe(self, judged: Judged, asynchronous: bool) -> None:
-        here = self._generation[judged.slots] == judged.generations  # their slots have not changed hands since
-        self._num_tokens[judged.slots[here]] += judged.num_sampled[here]
+    def _observe(self, step: PendingStep, asynchronous: bool) -> None:
+        """Learn from a step that is over."""
+        num_sampled = step.num_sampled.numpy().astype(np.int64)
+        here = self._generation[step.slots] == step.generations  # their slots have not changed hands since
+        self._num_tokens[step.slots[here]] += (num_sampled - step.decoded)[here]
         if not self.learns:
             return
-        if judged.drafted is not None:
-            self.stats.count_not_finite(judged.drafted.num_not_finite())
-        decoded = judged.decoded & (judged.num_sampled > 0)
+        if step.drafted is not None:
+            self._take_confidences(step.drafted)
+        decoded = step.decoded & (num_sampled > 0)
         for row in np.flatnonzero(decoded):
-            self.stats.count_lengths(int(judged.num_verified[row]), int(judged.num_sampled[row]) - 1)
+            self.stats.count_lengths(int(step.num_verified[row]), int(num_sampled[row]) - 1)
         # Under asynchronous scheduling the host does not learn which drafts a grammar cut: it calls them unobserved.
-        unknown = self._has_grammar[judged.slots] if asynchronous else False
-        verified = np.where(unknown, 0, judged.num_verified)
+        unknown = self._has_grammar[step.slots] if asynchronous else False
+        verified = np.where(unknown, 0, step.num_verified)
         rows = np.flatnonzero(decoded & here)
         if len(rows):
-            accepted = np.minimum(judged.num_sampled - 1, verified)[rows]
-            slots = judged.slots[rows]
+            slots, accepted = step.slots[rows], np.minimum(num_sampled - 1, verified)[rows]
             no_ngrams = np.zeros(len(rows), dtype=bool)
             shared = self.requests.updates_shared_prior[slots]
-            confidences = judged.known_confidences()[rows]
+            confidences = self._confidences[slots]
             self._learner.learn(Outcome(slots, verified[rows], accepted, confidences, no_ngrams, shared))
-        self._learn_costs(judged, all_decoded=bool(decoded.all()))
+        self._learn_costs(step, int(num_sampled.sum()), all_decoded=bool(decoded.all()))
 
-    def _trace(
-        self,
-        request_ids: Sequence[str],
-        judged: Judged,
-        tokens: torch.Tensor,
-        asynchronous: bool,
-    ) -> None:
-        assert self.round_trace is not None and self._times is not None
-        rows, verified = np.flatnonzero(judged.decoded), judged.num_verified
+    def _take_confidences(self, drafted: Drafted) -> None:
+        """Keep a round's confidences, and count those that are NaN: of hidden states with infinities or NaN."""
+        round_, confidences = drafted.round, drafted.confidences.numpy()
+        num_tokens = confidences.shape[1]
+        is_draft = np.arange(num_tokens) < round_.lengths[:, None]
+        self.stats.count_not_finite(int((np.isnan(confidences) & is_draft).sum()))
+        if self.policy.needs_confidence:
+            same = self._generation[round_.slots] == drafted.generations
+            known = np.where(is_draft, confidences, np.nan)
+            self._confidences[round_.slots[same], :num_tokens] = known[same]
+
+    def _trace(self, step: PendingStep, request_ids: Sequence[str], tokens: torch.Tensor, asynchronous: bool) -> None:
+        assert self.round_trace is not None
+        verified = step.num_verified
         if asynchronous:
-            verified = np.where(self._has_grammar[judged.slots], -1, verified)
-        drafts = Drafts(judged.slots, judged.confidences, self._pending.from_ngrams[judged.slots])
-        verdict = pending_verdict(request_ids, rows, verified[rows], tokens, self._times)
-        self.round_trace.add_pending(drafts, self.policy, self._began_s, len(rows), verdict)
+            verified = np.where(self._has_grammar[step.slots], -1, verified)
+        drafts = Drafts(step.slots, self._pending.confidences[step.slots], self._pending.from_ngrams[step.slots])
+        verdict = pending_verdict(step, request_ids, verified, tokens)
+        self.round_trace.add_pending(drafts, self.policy, self._began_s, int(step.decoded.sum()), verdict)
 
-    def _learn_costs(self, judged: Judged, all_decoded: bool) -> None:
-        """Learn what a step and the round before it took, `LAG` steps ago."""
-        num_rows, inputs_ms, steps_ms = judged.times.drafting_ms()
-        sizes = len(judged.slots), judged.num_tokens, int(judged.num_sampled.sum())
-        verify_ms = judged.times.verify_ms() if all_decoded else None
-        drafting = {}
-        if steps_ms:
-            drafting = {"draft_steps": [(num_rows, ms) for ms in steps_ms], "draft_round": (num_rows, inputs_ms)}
-        self._learner.learn_times(StepTimes(*sizes, verify_ms, **drafting))
+    def _learn_costs(self, step: PendingStep, num_emitted: int, all_decoded: bool) -> None:
+        """Learn what a step and the round before it took."""
+        times = StepTimes(len(step.slots), step.num_tokens, num_emitted, step.verify_ms() if all_decoded else None)
+        if step.before is not None:
+            num_rows, (inputs_ms, steps_ms) = step.before.num_reqs, step.before.drafting_ms()
+            if steps_ms:
+                drafted = [(num_rows, ms) for ms in steps_ms]
+                times = times._replace(draft_steps=drafted, draft_round=(num_rows, inputs_ms))
+        self._learner.learn_times(times)

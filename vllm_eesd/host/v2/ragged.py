@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from typing import Any, get_args
+from typing import TYPE_CHECKING, get_args
 
 import numpy as np
 import torch
@@ -23,6 +23,11 @@ from vllm_eesd.host.v2.compat import (
     sort_batch_req_ids,
 )
 
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.worker.gpu.states import RequestState
+    from vllm.v1.worker.utils import AttentionGroup
+
 logger = init_logger("vllm.eesd")
 
 
@@ -30,7 +35,7 @@ class RaggedVerification:
     """Trims every scheduled draft to the length its request drafted, 0 included.
 
     Args:
-        req_states: vLLM's RequestState.
+        req_states: the runner's.
         query_start_loc: [max_num_reqs + 1] int32, the runner's own input buffer.
         num_drafted: [max_num_reqs] int64, shared with the speculator: length of each request's draft.
         reallocate: vLLM's own `reallocate_drafts`, whose annotation says how many values the runner unpacks.
@@ -39,10 +44,10 @@ class RaggedVerification:
 
     def __init__(
         self,
-        req_states: Any,
+        req_states: RequestState,
         query_start_loc: torch.Tensor,
         num_drafted: np.ndarray,
-        reallocate: Callable[..., Any] = AdaptiveVerificationManager.reallocate_drafts,
+        reallocate: Callable[..., tuple] = AdaptiveVerificationManager.reallocate_drafts,
     ) -> None:
         self._num_values = _num_values(reallocate)
         self._req_states, self._query_start_loc, self._num_drafted = req_states, query_start_loc, num_drafted
@@ -76,7 +81,7 @@ class RaggedVerification:
         np.cumsum(self._num_verified + 1, out=self._cu_num_logits[1:])
         return num_scheduled_tokens - num_draft_tokens_per_req + self._num_verified, self._cu_num_logits
 
-    def reallocate_drafts(self, req_ids: list[str], idx_mapping: torch.Tensor) -> tuple[Any, ...]:
+    def reallocate_drafts(self, req_ids: list[str], idx_mapping: torch.Tensor) -> tuple:
         """Return where logits and queries start, on the device, and the drafts' sum; in vLLM 0.33 None as well.
 
         Queries: the runner has just filled query_start_loc from `compact_batch`. None: the host's counts are exact.
@@ -85,18 +90,18 @@ class RaggedVerification:
         values = cu_num_logits, self._query_start_loc, int(self._num_verified.sum()), None
         return values[: self._num_values]
 
-    def record_confidences(self, confidence_probs: torch.Tensor, input_batch: Any) -> None:
+    def record_confidences(self, confidence_probs: torch.Tensor, input_batch: object) -> None:
         """Nothing: lengths are the policy's."""
 
     def batches_to_profile(self, capture_sizes: list[int]) -> Iterator[dict[str, int]]:
         """Return no batches: costs are learned while serving."""
         return iter(())
 
-    def set_initial_cost_curves(self, samples: list[Any]) -> None:
+    def set_initial_cost_curves(self, samples: list) -> None:
         """Nothing, for the same reason."""
 
 
-def _num_values(reallocate: Callable[..., Any]) -> int:
+def _num_values(reallocate: Callable[..., tuple]) -> int:
     """Return how many values `reallocate_drafts` returns by its annotation.
 
     Raises:
@@ -112,7 +117,9 @@ def _num_values(reallocate: Callable[..., Any]) -> int:
     return num_values
 
 
-def use_graphs_for_ragged_batches(vllm_config: Any, attn_groups: list, target_layer_names: set[str] | None) -> None:
+def use_graphs_for_ragged_batches(
+    vllm_config: VllmConfig, attn_groups: list[list[AttentionGroup]], target_layer_names: set[str] | None
+) -> None:
     """Give up full CUDA graphs of verification where the attention backend cannot replay ragged batches.
 
     A full graph then holds one query length only, and EESD's batches have several.

@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import inspect
+import pkgutil
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm_eesd.host.seams import Seam
 
+if TYPE_CHECKING:
+    from vllm.v1.worker.gpu.states import RequestState
+
 _RUNNER = "vllm.v1.worker.gpu.model_runner"
+#: Named, as V1's proposer is named in the config: it may be imported in a worker that runs V2 only.
+SPECULATOR = "vllm_eesd.host.v2.speculator:EarlyExitSpeculator"
+Function = Callable[..., Any]
 
 
-def _wrap_init_speculator(original: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_init_speculator(original: Function) -> Function:
     def init_speculator(vllm_config, device, req_states):
         from vllm_eesd.host.speculative import EESDSpeculativeConfig
 
         if not isinstance(vllm_config.speculative_config, EESDSpeculativeConfig):
             return original(vllm_config, device, req_states)
-        from vllm_eesd.host.v2.speculator import EarlyExitSpeculator
-
-        speculator = EarlyExitSpeculator(vllm_config, device, req_states)
+        speculator = pkgutil.resolve_name(SPECULATOR)(vllm_config, device, req_states)
         # The factory of the verification manager is given the request states, and nothing else of the runner. Weak: the
         # runner drops its speculator at its shutdown, and may outlive that with its request states.
         req_states.eesd_speculator = weakref.ref(speculator)
@@ -29,13 +34,13 @@ def _wrap_init_speculator(original: Callable[..., Any]) -> Callable[..., Any]:
     return init_speculator
 
 
-def _speculator_of(req_states: Any) -> Any:
+def _speculator_of(req_states: RequestState | None) -> Any:
     """Return the speculator of a runner's request states; None without EESD, or where there are no such states."""
     reference = getattr(req_states, "eesd_speculator", None)
     return None if reference is None else reference()
 
 
-def _wrap_create_verification_manager(original: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_create_verification_manager(original: Function) -> Function:
     signature = inspect.signature(original)
 
     def maybe_create_adaptive_verification_manager(*args, **kwargs):
@@ -43,15 +48,13 @@ def _wrap_create_verification_manager(original: Callable[..., Any]) -> Callable[
         speculator = _speculator_of(given["req_states"])
         if speculator is None:
             return original(*args, **kwargs)
-        from vllm_eesd.host.v2.ragged import use_graphs_for_ragged_batches
-
-        use_graphs_for_ragged_batches(given["vllm_config"], given["attn_groups"], given.get("target_layer_names"))
-        return speculator.ragged_verification(given["query_start_loc"])
+        names = ("query_start_loc", "attn_groups", "target_layer_names")
+        return speculator.ragged_verification(*(given.get(name) for name in names))
 
     return maybe_create_adaptive_verification_manager
 
 
-def _wrap_resolve_graph_mode(original: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_resolve_graph_mode(original: Function) -> Function:
     def resolve_adaptive_cudagraph_mode(mode, *, piecewise_capture_available):
         if mode.has_full_cudagraphs():
             return original(mode, piecewise_capture_available=piecewise_capture_available)
@@ -60,7 +63,7 @@ def _wrap_resolve_graph_mode(original: Callable[..., Any]) -> Callable[..., Any]
     return resolve_adaptive_cudagraph_mode
 
 
-def _wrap_add_requests(original: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_add_requests(original: Function) -> Function:
     def add_requests(self, scheduler_output):
         original(self, scheduler_output)
         if (speculator := _speculator_of(self.req_states)) is not None:
@@ -69,7 +72,7 @@ def _wrap_add_requests(original: Callable[..., Any]) -> Callable[..., Any]:
     return add_requests
 
 
-def _wrap_take_draft_token_ids(original: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_take_draft_token_ids(original: Function) -> Function:
     def take_draft_token_ids(self):
         drafts = original(self)
         speculator = _speculator_of(self.req_states)
@@ -82,7 +85,7 @@ def _wrap_take_draft_token_ids(original: Callable[..., Any]) -> Callable[..., An
     return take_draft_token_ids
 
 
-def _wrap_compile_or_warm_up_model(original: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_compile_or_warm_up_model(original: Function) -> Function:
     def compile_or_warm_up_model(self):
         # A worker of V1's in the same process has no request states.
         speculator = _speculator_of(getattr(self.model_runner, "req_states", None))
@@ -96,7 +99,7 @@ def _wrap_compile_or_warm_up_model(original: Callable[..., Any]) -> Callable[...
     return compile_or_warm_up_model
 
 
-def _wrap_verify(original: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_verify(original: Function) -> Function:
     signature = inspect.signature(original)
 
     def _verify(self, *args, **kwargs):
@@ -104,10 +107,8 @@ def _wrap_verify(original: Callable[..., Any]) -> Callable[..., Any]:
         given = signature.bind(self, *args, **kwargs).arguments
         if speculator is None or not speculator.verification.is_ours(self, given["idx_mapping_np"]):
             return original(self, *args, **kwargs)
-        from vllm_eesd.host.v2.verification import verify
-
         names = ("logits", "draft_logits", "verify_draft_sampled", "pos", "cu_num_logits", "idx_mapping")
-        return verify(self, *(given[name] for name in names))
+        return speculator.verification.verify(self, *(given[name] for name in names))
 
     return _verify
 

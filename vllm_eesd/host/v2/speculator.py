@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -16,18 +16,27 @@ from vllm_eesd.host.model.draft_step import DraftStep, compile_draft_step
 from vllm_eesd.host.model.exit_head import HEAD_CLASSES, ExitHead
 from vllm_eesd.host.speculative import EESDSpeculativeConfig
 from vllm_eesd.host.v2 import kernel_choice
-from vllm_eesd.host.v2.batch import V2Batch
+from vllm_eesd.host.v2.batch import TargetStep
 from vllm_eesd.host.v2.compat import dispatch_cg_and_sync_dp, gpu_sync_allowed
 from vllm_eesd.host.v2.cost_profile import profile_costs
-from vllm_eesd.host.v2.draft_steps import DraftSteps, TargetStep
+from vllm_eesd.host.v2.draft_steps import DraftSteps
 from vllm_eesd.host.v2.kernel_ops import KernelDraftStep, exit_head_rows
 from vllm_eesd.host.v2.kv_fill import use_kv_fill
 from vllm_eesd.host.v2.lengths import Rounds
-from vllm_eesd.host.v2.ragged import RaggedVerification
-from vllm_eesd.host.v2.readback import Timestamps, copy_to_host
+from vllm_eesd.host.v2.ragged import RaggedVerification, use_graphs_for_ragged_batches
+from vllm_eesd.host.v2.readback import HostCopy, RoundTimes, Timestamps
 from vllm_eesd.host.v2.trace import tokens_of_step
-from vllm_eesd.host.v2.verification import Verification, can_verify, only_temperature, warm_up
+from vllm_eesd.host.v2.verification import Verification, only_temperature
 from vllm_eesd.policy import DraftLengthPolicy
+from vllm_eesd.round.counters import DraftStats
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import NewRequestData
+    from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
+    from vllm.v1.worker.gpu.input_batch import InputBatch
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+    from vllm.v1.worker.gpu.states import RequestState
+    from vllm.v1.worker.utils import AttentionGroup
 
 logger = init_logger("vllm.eesd")
 
@@ -37,11 +46,11 @@ class EarlyExitSpeculator(DraftSteps):
 
     Args:
         vllm_config: with an `EESDSpeculativeConfig`.
-        req_states: vLLM's RequestState.
+        req_states: the runner's.
     Source: vllm/v1/worker/gpu/spec_decode/target_dependent_ar/speculator.py.
     """
 
-    def __init__(self, vllm_config: VllmConfig, device: torch.device, req_states: Any) -> None:
+    def __init__(self, vllm_config: VllmConfig, device: torch.device, req_states: RequestState) -> None:
         super().__init__(vllm_config, device)
         config = vllm_config.speculative_config
         assert isinstance(config, EESDSpeculativeConfig)
@@ -54,19 +63,15 @@ class EarlyExitSpeculator(DraftSteps):
         if get_tp_group().rank_in_group == 0:
             rank = vllm_config.parallel_config.data_parallel_rank
             publish(config.metrics_directory, rank, self.stats, self.breaker)
-        self._kernels_warm = False
         #: While set, a dummy run is the target's alone.
-        self.rests_in_dummy_runs = False
+        self.skips_dummy_runs = False
         #: Before and after the draft step of the last dummy run.
         self.dummy_times = Timestamps(device)
-        self._confidence_cpu = torch.zeros(
-            self.num_speculative_tokens, self.max_num_reqs, pin_memory=device.type == "cuda"
-        )
 
     # What `vllm_eesd.host.worker` asks for.
 
     @property
-    def stats(self) -> Any:
+    def stats(self) -> DraftStats:
         return self.rounds.stats
 
     @property
@@ -77,9 +82,9 @@ class EarlyExitSpeculator(DraftSteps):
         """Choose draft lengths by this policy from now on; requests that run start from its prior."""
         self.rounds.use_policy(policy)
 
-    def policy_metrics(self) -> dict[str, Any]:
+    def policy_metrics(self) -> dict[str, object]:
         """Return what the policy believes of the running requests, `DraftLengthPolicy.metrics`."""
-        return self.rounds.policy_metrics(np.array(list(self._req_states.req_id_to_index.values()), dtype=np.int64))
+        return self.policy.metrics(np.array(list(self._req_states.req_id_to_index.values()), dtype=np.int64))
 
     # Loading.
 
@@ -108,8 +113,7 @@ class EarlyExitSpeculator(DraftSteps):
             step = DraftStep(vllm_config=self.vllm_config, **parts)
         self.kernel_rows = exit_head_rows(step, self.vllm_config, timer)
         if use_kv_fill(head, self.vllm_config, timer):
-            assert head is not None
-            head.fills_by_kernel, config.graph_kernels = True, "kv_fill"  # before anything is compiled
+            config.graph_kernels = "kv_fill"  # before anything is compiled
         token_dtype = self.input_buffers.input_ids.dtype
         if self.kernel_rows < self.max_num_reqs:
             compile_draft_step(step, self.vllm_config, self.device, token_dtype)
@@ -122,16 +126,14 @@ class EarlyExitSpeculator(DraftSteps):
             compile_draft_step(self.kernel_step, self.vllm_config, self.device, token_dtype)
         return step
 
-    def warm_up(self, runner: Any) -> None:
-        """Have the kernels of verification compiled, once.
+    def warm_up(self, runner: GPUModelRunner) -> None:
+        """Have the kernels of verification compiled.
 
         Called before the worker warms up: at the end of that vLLM begins to report, or refuse, what is compiled later.
         """
-        if not self._kernels_warm and can_verify(runner.rejection_sampler):
-            warm_up(runner, self.draft_logits)
-        self._kernels_warm = True
+        self.verification.warm_up(runner, self.draft_logits)
 
-    def profile_costs(self, runner: Any) -> None:
+    def profile_costs(self, runner: GPUModelRunner) -> None:
         """Time steps of a few sizes, so that the first requests are not the ones to learn from; then serving begins.
 
         Called once the worker is warmed up, which vLLM does with requests and drafts of its own making.
@@ -144,14 +146,25 @@ class EarlyExitSpeculator(DraftSteps):
             profile_costs(runner, self, self.policy.costs)
         self.rounds.learns = True
 
-    def ragged_verification(self, query_start_loc: torch.Tensor) -> RaggedVerification:
-        """Return what trims scheduled drafts to this speculator's lengths."""
+    def ragged_verification(
+        self,
+        query_start_loc: torch.Tensor,
+        attn_groups: list[list[AttentionGroup]],
+        target_layer_names: set[str] | None,
+    ) -> RaggedVerification:
+        """Return what trims scheduled drafts to this speculator's lengths, having seen to the graphs that replay them.
+
+        Args:
+            query_start_loc: see `RaggedVerification`.
+            attn_groups, target_layer_names: of the target's attention.
+        """
+        use_graphs_for_ragged_batches(self.vllm_config, attn_groups, target_layer_names)
         return RaggedVerification(self._req_states, query_start_loc, self.rounds.num_drafted)
 
     # A round.
 
-    def admit(self, new_requests: list[Any]) -> None:
-        """Take in requests that start or come back from preemption: vLLM's NewRequestData."""
+    def admit(self, new_requests: list[NewRequestData]) -> None:
+        """Take in requests that start or come back from preemption."""
         if not new_requests:
             return
         slots = [self._req_states.req_id_to_index[request.req_id] for request in new_requests]
@@ -172,21 +185,21 @@ class EarlyExitSpeculator(DraftSteps):
     @torch.inference_mode()
     def propose(
         self,
-        input_batch: Any,
-        attn_metadata: Any,
-        slot_mappings: Any,
+        input_batch: InputBatch,
+        attn_metadata: object,
+        slot_mappings: object,
         last_hidden_states: torch.Tensor,
-        aux_hidden_states: Any,
+        aux_hidden_states: object,
         num_sampled: torch.Tensor,
         num_rejected: torch.Tensor,
         last_sampled: torch.Tensor,
         next_prefill_tokens: torch.Tensor,
         temperature: torch.Tensor,
         seeds: torch.Tensor,
-        dp_sync_state: Any = None,
+        dp_sync_state: object = None,
         dummy_run: bool = False,
         skip_attn_for_dummy_run: bool = False,
-        mm_inputs: Any = None,
+        mm_inputs: object = None,
         is_profile: bool = False,
         num_speculative_tokens: int | None = None,
     ) -> torch.Tensor:
@@ -195,53 +208,49 @@ class EarlyExitSpeculator(DraftSteps):
         The parameters are BaseSpeculator.propose's, all of them: an argument that a new vLLM adds must fail here.
 
         Args:
-            input_batch: vLLM's InputBatch, read through `V2Batch`.
-            last_hidden_states, num_sampled, num_rejected, last_sampled: see `TargetStep`.
+            input_batch, last_hidden_states, num_sampled, num_rejected, last_sampled: read through `TargetStep`.
             dummy_run: a step without requests; it runs one draft step and writes nothing.
             num_speculative_tokens: the longest draft that vLLM schedules after this step; it overwrites what is longer.
                 0 where no request can use a draft; None is K.
         Source: vllm/v1/worker/gpu/spec_decode/speculator.py, BaseSpeculator.propose.
         """
-        batch = V2Batch(input_batch)
-        num_reqs = batch.num_reqs
-        step = TargetStep(batch, last_hidden_states, num_sampled, num_rejected, last_sampled)
+        step = TargetStep(input_batch, last_hidden_states, num_sampled, num_rejected, last_sampled)
+        requests = step.num_reqs, step.idx_mapping, temperature, seeds
         if dummy_run:
             self.rounds.pause()
-            if not self.rests_in_dummy_runs:
-                self._copy_request_inputs(num_reqs, batch.idx_mapping, temperature, seeds, dummy_run=True)
+            if not self.skips_dummy_runs:
+                self._copy_request_inputs(*requests, dummy_run=True)
                 self._dummy_step(step, skip_attn_for_dummy_run, is_profile)
         elif not self.breaker.is_open:
             try:
-                self._copy_request_inputs(num_reqs, batch.idx_mapping, temperature, seeds, dummy_run=False)
+                self._copy_request_inputs(*requests, dummy_run=False)
                 self._learn_and_draft(step, num_speculative_tokens)
                 self.breaker.passed()
             except Exception as error:
                 self._survive(error)
-        return self.draft_tokens[:num_reqs]
+        return self.draft_tokens[: step.num_reqs]
 
     def _learn_and_draft(self, step: TargetStep, longest: int | None) -> None:
         """See `propose`; a round without drafts prepares nothing for draft steps."""
         tokens = None
         if self.rounds.round_trace is not None:
-            slots = step.batch.idx_mapping
             # The drafts just verified: this round's take their place once it is over.
-            drafts = self._req_states.draft_tokens[slots]
-            tokens = tokens_of_step(drafts, step.last_sampled[slots, 0], step.num_sampled)
-        times = self.rounds.begin(step.batch, step.num_sampled, self._asynchronous, tokens, longest)
+            tokens = tokens_of_step(step, self._req_states.draft_tokens[step.idx_mapping])
+        times = self.rounds.begin(step, self._asynchronous, tokens, longest)
         if not self.rounds.wants_step(1):
             return
         self._prepare(step)
-        graph = self._graph_for(step.num_reqs, step.seq_lens)
-        times.moments.mark()
-        self._run_round(step.num_reqs, graph, step.seq_lens, times)
+        graph = self._graph_for(step)
+        times.mark()
+        self._run_round(step, graph, times)
 
     def _dummy_step(self, step: TargetStep, skip_attn: bool, is_profile: bool) -> None:
         """Run one draft step that writes nothing. A fault here is not survived: nothing is served yet."""
         self._prepare(step)
-        graph = self._graph_for(step.num_reqs, step.seq_lens, need_eager=is_profile)
+        graph = self._graph_for(step, need_eager=is_profile)
         self.dummy_times = Timestamps(self.device)
         self.dummy_times.mark()
-        self._run_step(1, step.num_reqs, graph, step.seq_lens, skip_attn)
+        self._run_step(1, step.num_reqs, graph, step.seq_lens_upper_bound, skip_attn)
         self.dummy_times.mark()
 
     def _survive(self, error: Exception) -> None:
@@ -249,33 +258,28 @@ class EarlyExitSpeculator(DraftSteps):
         self.rounds.start_afresh()
         self.breaker.fault(error)
 
-    def _graph_for(self, num_reqs: int, seq_lens: torch.Tensor, need_eager: bool = False) -> Any:
-        """Return vLLM's batch descriptor of this round's draft steps, with the graph that replays them, if any."""
-        longest = int(seq_lens[:num_reqs].numpy().max()) + self.num_speculative_tokens
+    def _graph_for(self, step: TargetStep, need_eager: bool = False) -> BatchExecutionDescriptor:
+        """Return what this round's draft steps run, and the graph that replays them, if any."""
+        longest = int(step.seq_lens_upper_bound[: step.num_reqs].numpy().max()) + self.num_speculative_tokens
         self.draft_max_seq_len = min(longest, self.max_model_len)
-        return dispatch_cg_and_sync_dp(
-            self._graphs, num_reqs, num_reqs, uniform_token_count=1, dp_size=1, dp_rank=0, need_eager=need_eager
-        )[0]
+        sizes = {"uniform_token_count": 1, "dp_size": 1, "dp_rank": 0, "need_eager": need_eager}
+        return dispatch_cg_and_sync_dp(self._graphs, step.num_reqs, step.num_reqs, **sizes)[0]
 
-    def _run_round(self, num_reqs: int, graph: Any, seq_lens: torch.Tensor, times: Any) -> None:
+    def _run_round(self, target_step: TargetStep, graph: BatchExecutionDescriptor, times: RoundTimes) -> None:
         """Run draft steps as long as a row wants them.
 
         A policy that looks at confidences decides about token s while step s runs: the host waits for step s - 1 only,
         and at most one step is drafted in vain.
         """
-        step, ready = 1, []
+        step, num_reqs, confidences = 1, target_step.num_reqs, []
         while step <= self.num_speculative_tokens and self.rounds.wants_step(step):
-            self._run_step(step, num_reqs, graph, seq_lens, skip_attn=False)
-            times.moments.mark()
+            self._run_step(step, num_reqs, graph, target_step.seq_lens_upper_bound, skip_attn=False)
+            times.mark()
             if self.rounds.waits_for_confidence:
-                confidence = self._confidence_cpu[step - 1, :num_reqs]
-                source = self.draft_token_confidence_probs[:num_reqs, step - 1]
-                ready.append((confidence, copy_to_host(source, confidence)))
+                confidences.append(HostCopy(self.draft_token_confidence_probs[:num_reqs, step - 1]))
                 if step > 1:
-                    confidence, event = ready[step - 2]
-                    if event is not None:
-                        with gpu_sync_allowed():
-                            event.synchronize()
-                    self.rounds.decide(confidence.numpy())
+                    with gpu_sync_allowed():
+                        confidence = confidences[step - 2].numpy()
+                    self.rounds.decide(confidence)
             step += 1
         self.rounds.end(self.draft_token_confidence_probs[:num_reqs])

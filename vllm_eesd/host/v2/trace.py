@@ -7,52 +7,44 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from vllm_eesd.host.v2.readback import RoundTimes, copy_to_host
+from vllm_eesd.host.v2.batch import TargetStep
+from vllm_eesd.host.v2.readback import HostCopy, PendingStep
 from vllm_eesd.round_trace import Judged, Verdict
 
 
-def tokens_of_step(drafts: torch.Tensor, last_sampled: torch.Tensor, num_sampled: torch.Tensor) -> torch.Tensor:
+def tokens_of_step(step: TargetStep, drafts: torch.Tensor) -> torch.Tensor:
     """Return all that a trace needs of a step in one tensor, [num_reqs, K + 2] int64, on the device.
+
+    Drafts, the last token each request emitted, and how many it emitted; the others are the drafts' first ones.
 
     Args:
         drafts: [num_reqs, K] int64, what the step verified, as it was drafted.
-        last_sampled: [num_reqs] int64, the last token each request emitted.
-        num_sampled: [num_reqs] int32, how many it emitted; the others are the drafts' first ones.
     """
-    return torch.cat([drafts, last_sampled[:, None], num_sampled.long()[:, None]], dim=1)
+    return torch.cat([drafts, step.last_sampled[step.idx_mapping, :1], step.num_sampled.long()[:, None]], dim=1)
 
 
 def pending_verdict(
-    request_ids: Sequence[str],
-    rows: np.ndarray,
-    num_verified: np.ndarray,
-    tokens: torch.Tensor,
-    times: RoundTimes,
+    step: PendingStep, request_ids: Sequence[str], num_verified: np.ndarray, tokens: torch.Tensor
 ) -> Callable[[], Verdict | None]:
     """Return what `RoundTrace.add_pending` asks for a step's outcome; copying it to the host begins here.
 
     Args:
         request_ids: num_reqs of them.
-        rows: [num_rows] int64, those of the batch that decoded.
-        num_verified: [num_rows] int64, draft tokens judged; -1 where the host never learns, the accepted ones then.
+        num_verified: [num_reqs] int64, draft tokens judged; -1 where the host never learns, the accepted ones then.
         tokens: of `tokens_of_step`.
-        times: of the round that begins as the step ends.
     """
-    on_host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=tokens.is_cuda)
-    event = copy_to_host(tokens, on_host)
-    names = [request_ids[row] for row in rows.tolist()]
+    copy, rows, names = HostCopy(tokens), np.flatnonzero(step.decoded), list(request_ids)
 
     def verdict() -> Verdict | None:
-        if event is not None and not event.query():
+        if not copy.is_done():
             return None
-        # The moments the times are between came before the copy, so they are over too.
-        _, rest_ms, steps_ms = times.drafting_ms()
-        judged = []
-        for name, verified, (*drafts, last, num_sampled) in zip(
-            names, num_verified, on_host.numpy()[rows].tolist(), strict=True
-        ):
-            accepted = drafts[: num_sampled - 1]
-            judged.append(Judged(name, accepted if verified < 0 else drafts[:verified], [*accepted, last]))
-        return Verdict(rows, judged, steps_ms, rest_ms, times.verify_ms() or 0.0)
+        judged, on_host = [], copy.numpy().tolist()
+        for row in rows.tolist():
+            *drafts, last, num_sampled = on_host[row]
+            accepted, verified = drafts[: num_sampled - 1], num_verified[row]
+            draft = accepted if verified < 0 else drafts[:verified]
+            judged.append(Judged(names[row], draft, [*accepted, last]))
+        rest_ms, steps_ms = (0.0, []) if step.before is None else step.before.drafting_ms()
+        return Verdict(rows, judged, steps_ms, rest_ms, step.verify_ms() or 0.0)
 
     return verdict

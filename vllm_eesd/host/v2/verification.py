@@ -6,7 +6,7 @@ the logits as they are, once. Both count the same noise by seed and position, so
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -19,6 +19,10 @@ from vllm_eesd.host.v2.compat import (
     SamplingParams,
 )
 from vllm_eesd.kernels.gpu.rejection import rejection
+
+if TYPE_CHECKING:
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+    from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
 #: Fields of SamplingParams that leave the logits alone, or are the temperature and its noise. A field that is not
 #: known here counts as one that changes them, so that a new vLLM's are vLLM's to apply. A watermark is the engine's:
@@ -35,23 +39,15 @@ KNOWN_PROCESSORS = (BadWordsState, LogitBiasState, PenaltiesState)
 _AT_REST = SamplingParams()
 
 
-def only_temperature(params: Any) -> bool:
-    """Return whether a request's tokens follow from its logits, temperature and seed alone.
-
-    Args:
-        params: vLLM's SamplingParams.
-    """
+def only_temperature(params: SamplingParams) -> bool:
+    """Return whether a request's tokens follow from its logits, temperature and seed alone."""
     fields = (name for name in params.__struct_fields__ if name not in HARMLESS and name != "top_k")
     no_top_k = params.top_k <= 0  # 0 and -1 both mean all tokens
     return no_top_k and all(getattr(params, name) == getattr(_AT_REST, name, None) for name in fields)
 
 
-def can_verify(rejection_sampler: Any) -> bool:
-    """Return whether this engine's verification may be the kernel's at all; requests are asked one by one.
-
-    Args:
-        rejection_sampler: vLLM's RejectionSampler.
-    """
+def can_verify(rejection_sampler: RejectionSampler) -> bool:
+    """Return whether this engine's verification may be the kernel's at all; requests are asked one by one."""
     sampler = rejection_sampler.sampler
     return (
         rejection_sampler.watermark_key is None
@@ -66,64 +62,8 @@ def can_verify(rejection_sampler: Any) -> bool:
     )
 
 
-def verify(
-    rejection_sampler: Any,
-    logits: torch.Tensor,
-    draft_logits: torch.Tensor | None,
-    draft_sampled: torch.Tensor,
-    positions: torch.Tensor,
-    cu_num_logits: torch.Tensor,
-    idx_mapping: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return what `RejectionSampler._verify` does: logits to take logprobs from, tokens, and how many of them.
-
-    Args:
-        logits: [num_logits, vocab_size], as the target gave them.
-        draft_logits: [max_num_reqs, K, vocab_size], by request state; None where drafts are greedy.
-        draft_sampled: [num_logits], -1 for drafts that were not made or that a grammar cut.
-        positions: [num_logits] int64.
-        cu_num_logits: [num_reqs + 1] int32.
-        idx_mapping: [num_reqs] int64, request states.
-    """
-    states = rejection_sampler.sampler.sampling_states
-    verified = rejection(
-        logits,
-        draft_sampled,
-        cu_num_logits,
-        rejection_sampler.num_speculative_steps,
-        temperature=states.temperature.gpu,
-        draft_logits=draft_logits,
-        seeds=states.seeds.gpu,
-        positions=positions,
-        idx_mapping=idx_mapping,
-        block_verification=rejection_sampler.use_block_verification,
-    )
-    return logits, verified.sampled, verified.num_sampled
-
-
-@torch.inference_mode()
-def warm_up(runner: Any, draft_logits: torch.Tensor | None) -> None:
-    """Have the kernels compiled for every kind of argument that serving passes and Triton tells apart.
-
-    Triton compiles a kernel anew for another dtype, and for a number or an address that is or is not divisible by 16,
-    or equal to 1: of these, batch sizes differ. Logits come from the model itself, which may pad their rows.
-    vLLM warms up with requests that want more than a temperature, which its own sampler verifies.
-
-    Args:
-        runner: vLLM's GPUModelRunner, its model loaded.
-        draft_logits: the speculator's, if it keeps any.
-    """
-    config, device = runner.model_config, runner.device
-    for num_reqs in (size for size in (1, 2, 16) if size <= runner.max_num_reqs):
-        rows = torch.arange(2 * num_reqs, device=device)  # a draft each
-        hidden_states = torch.zeros(len(rows), config.get_hidden_size(), dtype=config.dtype, device=device)
-        logits = runner.model.compute_logits(hidden_states)
-        starts, drafts = 2 * torch.arange(num_reqs + 1, device=device).int(), torch.zeros_like(rows, dtype=torch.int32)
-        verify(runner.rejection_sampler, logits, draft_logits, drafts, rows, starts, rows[:num_reqs])
-
-
 class Verification:
-    """Decides for every batch whose sampler verifies it.
+    """Decides for every batch whether EESD's kernel verifies it, and does.
 
     Attributes:
         alone: [max_num_reqs] bool, `only_temperature` of the request in each state; set as requests are admitted.
@@ -133,7 +73,7 @@ class Verification:
         self.alone = np.zeros(max_num_reqs, dtype=bool)
         self._can_verify: bool | None = None
 
-    def is_ours(self, rejection_sampler: Any, idx_mapping: np.ndarray) -> bool:
+    def is_ours(self, rejection_sampler: RejectionSampler, idx_mapping: np.ndarray) -> bool:
         """Return whether `verify` may judge these requests' drafts.
 
         Args:
@@ -142,3 +82,60 @@ class Verification:
         if self._can_verify is None:
             self._can_verify = can_verify(rejection_sampler)
         return self._can_verify and bool(self.alone[idx_mapping].all())
+
+    @staticmethod
+    def verify(
+        rejection_sampler: RejectionSampler,
+        logits: torch.Tensor,
+        draft_logits: torch.Tensor | None,
+        draft_sampled: torch.Tensor,
+        positions: torch.Tensor,
+        cu_num_logits: torch.Tensor,
+        idx_mapping: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return what `RejectionSampler._verify` does: logits to take logprobs from, tokens, and how many of them.
+
+        Args:
+            logits: [num_logits, vocab_size], as the target gave them.
+            draft_logits: [max_num_reqs, K, vocab_size], by request state; None where drafts are greedy.
+            draft_sampled: [num_logits], -1 for drafts that were not made or that a grammar cut.
+            positions: [num_logits] int64.
+            cu_num_logits: [num_reqs + 1] int32.
+            idx_mapping: [num_reqs] int64, request states.
+        """
+        states = rejection_sampler.sampler.sampling_states
+        verified = rejection(
+            logits,
+            draft_sampled,
+            cu_num_logits,
+            rejection_sampler.num_speculative_steps,
+            temperature=states.temperature.gpu,
+            draft_logits=draft_logits,
+            seeds=states.seeds.gpu,
+            positions=positions,
+            idx_mapping=idx_mapping,
+            block_verification=rejection_sampler.use_block_verification,
+        )
+        return logits, verified.sampled, verified.num_sampled
+
+    @torch.inference_mode()
+    def warm_up(self, runner: GPUModelRunner, draft_logits: torch.Tensor | None) -> None:
+        """Have the kernels compiled for every kind of argument that serving passes and Triton tells apart.
+
+        Triton compiles a kernel anew for another dtype, and for a number or an address that is or is not divisible by
+        16, or equal to 1: of these, batch sizes differ. Logits come from the model itself, which may pad their rows.
+        vLLM warms up with requests that want more than a temperature, which its own sampler verifies.
+
+        Args:
+            runner: its model is loaded.
+            draft_logits: the speculator's, if it keeps any.
+        """
+        if not can_verify(runner.rejection_sampler):
+            return
+        config, device = runner.model_config, runner.device
+        for num_reqs in (size for size in (1, 2, 16) if size <= runner.max_num_reqs):
+            rows = torch.arange(2 * num_reqs, device=device)  # a draft each
+            hidden_states = torch.zeros(len(rows), config.get_hidden_size(), dtype=config.dtype, device=device)
+            logits = runner.model.compute_logits(hidden_states)
+            drafts, starts = torch.zeros_like(rows, dtype=torch.int32), 2 * torch.arange(num_reqs + 1, device=device)
+            self.verify(runner.rejection_sampler, logits, draft_logits, drafts, rows, starts.int(), rows[:num_reqs])
