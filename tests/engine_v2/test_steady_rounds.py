@@ -2,8 +2,7 @@
 
 On a CPU nothing waits, so what would is counted instead: operators and methods that read a device tensor on the host,
 called from this package's frames, and waits for events, which a stand-in for CUDA's notes. `numpy()` needs no counting:
-a CUDA tensor refuses it. One wait is permitted: a policy that looks at confidences waits for the draft step before
-the one that runs.
+a CUDA tensor refuses it. Every policy is held to it, those that look at confidences too.
 """
 
 import collections
@@ -145,22 +144,28 @@ def watched(llm, greedy, monkeypatch):
     return run
 
 
-def test_without_confidences_nothing_waits_but_for_steps_long_over(watched):
+@pytest.mark.parametrize("policy", ["beta_ts", "confidence", "goodput"])
+def test_nothing_waits_but_for_steps_long_over(watched, policy):
     from vllm_eesd.host.v2.readback import READBACK_DELAY
 
-    watch = watched("beta_ts")
+    watch = watched(policy)
     assert not watch.reads
     assert {who for who, _, _ in watch.waits} == {"_observe", "_take_confidences"}
     assert all(rounds >= READBACK_DELAY for _, _, rounds in watch.waits)
 
 
-def test_confidences_are_waited_for_while_the_next_draft_step_runs(watched):
-    watch = watched("confidence")
-    assert not watch.reads
-    confidences = [steps for who, steps, _ in watch.waits if who == "_run_round"]
-    assert confidences and all(steps == 1 for steps in confidences)
-    assert {who for who, _, _ in watch.waits} == {"_run_round", "_observe", "_take_confidences"}
-    assert len(confidences) < watch.clock["draft steps"]  # none for a round's last
+def test_a_planted_wait_for_the_round_under_way_is_noticed(watched, monkeypatch):
+    from vllm_eesd.host.v2.lengths import Rounds
+    from vllm_eesd.host.v2.readback import READBACK_DELAY
+
+    end = Rounds.end
+
+    def end_and_look(self, confidences):
+        end(self, confidences)
+        self._drafted.confidences.numpy()
+
+    monkeypatch.setattr(Rounds, "end", end_and_look)
+    assert any(rounds < READBACK_DELAY for _, _, rounds in watched("goodput").waits)
 
 
 PLANTS = {

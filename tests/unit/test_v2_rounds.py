@@ -73,41 +73,55 @@ def begin(rounds, slots, num_sampled, **kwargs):
 
 
 def draft(rounds, confidences):
-    """Run a round's steps on these confidences, one column a step; returns the lengths."""
-    step = 1
-    while rounds.wants_step(step):
-        if rounds.waits_for_confidence and step > 1:
-            rounds.decide(confidences[:, step - 2])
-        step += 1
+    """Run a round's steps, of these confidences; returns the lengths and the number of steps."""
     rounds.end(torch.from_numpy(confidences.copy()))
-    return rounds._round.lengths.tolist(), step - 1
+    return rounds._round.lengths.tolist(), rounds.num_steps
 
 
-def test_stopping_by_confidence_lags_by_one_step(monkeypatch):
+def test_a_round_is_decided_ahead_by_the_last_confidences_known(monkeypatch):
+    """Of an unknown token a threshold says no, so drafts grow by one token each time a round's outcome is read."""
     rounds = make_rounds(monkeypatch, **ALWAYS)
     rounds.admit([0, 1], [new_request(), new_request()])
-    begin(rounds, [0, 1], [1, 1])
     confidences = np.array([[0.9, 0.1, 0.9, 0.9], [0.2, 0.9, 0.9, 0.9]], dtype=np.float32)
-    # Row 0 stops behind token 2, row 1 behind token 1; token 3 was drafted in vain.
-    assert draft(rounds, confidences) == ([2, 1], 3)
+    begin(rounds, [0, 1], [1, 1])
+    decided = [draft(rounds, confidences)]
+    for _ in range(3 * READBACK_DELAY):
+        begin(rounds, [0, 1], [1, 1], scheduled=[K, K])
+        decided.append(draft(rounds, confidences))
+    # Row 0 ends with the token of confidence 0.1, row 1 with its first.
+    first, later = [([1, 1], 1)], [([2, 1], 2)]
+    assert decided == first * (READBACK_DELAY + 1) + later * (2 * READBACK_DELAY)
     assert rounds.num_drafted[:2].tolist() == [2, 1]
+
+
+def test_goodput_is_asked_ahead_without_confidences(monkeypatch):
+    rounds = make_rounds(monkeypatch, policy="goodput")
+    told = []
+    more = rounds.policy.more
+    monkeypatch.setattr(rounds.policy, "more", lambda s, n, confidence: told.append(confidence) or more(s, n, None))
+    rounds.admit([0, 1], [new_request(), new_request()])
+    for _ in range(READBACK_DELAY + 3):
+        begin(rounds, [0, 1], [1, 1], scheduled=[K, K])
+        draft(rounds, np.full((2, K), 0.9, dtype=np.float32))
+    assert told and all(confidence is None for confidence in told)
+    assert rounds.policy.costs.all_rows_draft
 
 
 def test_outcomes_meet_the_confidences_of_their_own_round(monkeypatch):
     rounds = make_rounds(monkeypatch, **ALWAYS)
-    observed = []
+    observed, drafted = [], []
     monkeypatch.setattr(rounds.policy.calibration, "observe", lambda c, v, a, s: observed.append((c[0, :3], v, a)))
     rounds.admit([1], [new_request()])
     begin(rounds, [1], [1], prefilling=True, computed=0, tokens=10)
-    for number in range(1, READBACK_DELAY + 3):
-        # Round `number` drafts two tokens, of confidences 0.6 + number / 100 and 0.1.
+    for number in range(1, 3 * READBACK_DELAY):
         column = np.array([[0.6 + number / 100, 0.1, 0.9, 0.9]], dtype=np.float32)
-        assert draft(rounds, column)[0] == [2]
+        drafted.append(draft(rounds, column)[0][0])
         begin(rounds, [1], [2], scheduled=[K])
-    assert len(observed) == 2
+    assert len(observed) == len(drafted) - READBACK_DELAY and drafted[-1] == 2
     for number, (confidences, verified, accepted) in enumerate(observed, 1):
-        np.testing.assert_allclose(confidences, [0.6 + number / 100, 0.1, np.nan], rtol=1e-6)
-        assert (verified.tolist(), accepted.tolist()) == ([2], [1])
+        second = 0.1 if drafted[number - 1] == 2 else np.nan
+        np.testing.assert_allclose(confidences, [0.6 + number / 100, second, np.nan], rtol=1e-6)
+        assert (verified.tolist(), accepted.tolist()) == ([drafted[number - 1]], [1])
 
 
 def test_a_slot_that_changed_hands_teaches_its_new_request_nothing(monkeypatch):
@@ -132,7 +146,7 @@ def test_nobody_drafts_past_its_budget_or_inside_its_prompt(monkeypatch):
     assert rounds._round.lengths.tolist() == [3, K, 1]
     begin(rounds, [0, 1, 2], [0, 0, 0], prefilling=True, computed=0, tokens=5)
     assert rounds._round.lengths.tolist() == [0, 0, 0]
-    assert not rounds.wants_step(1)
+    assert rounds.num_steps == 0
 
 
 def test_vllm_may_ask_for_shorter_drafts_and_for_none(monkeypatch):
@@ -144,7 +158,7 @@ def test_vllm_may_ask_for_shorter_drafts_and_for_none(monkeypatch):
     for _ in range(READBACK_DELAY + 1):
         rounds.begin(target_step([0, 1], [1, 1], scheduled=[K, K]), True, None, 0)
         assert rounds._round.lengths.tolist() == rounds.num_drafted[:2].tolist() == [0, 0]
-        assert not rounds.wants_step(1)
+        assert rounds.num_steps == 0
     assert rounds.stats.draft_length_histogram == [2, 1, 1, 0, 0]  # a plain round, and the drafts of two and one
 
 
@@ -277,19 +291,18 @@ def test_drafts_of_hidden_states_that_are_not_finite_are_counted_late(monkeypatc
     assert counted == [0] * (READBACK_DELAY + 1) + [expected[0]] * 3
 
 
-def test_the_last_confidence_of_a_round_is_learned_from_too(monkeypatch):
-    """No decision follows it, so nobody waits for it: it comes with the verdict."""
+def test_confidences_of_every_draft_step_are_learned_from(monkeypatch):
+    """Every row runs every step: what a row drafted past its own end tells of the next round's tokens."""
     rounds = make_rounds(monkeypatch, **ALWAYS)
     observed = []
     monkeypatch.setattr(rounds.policy.calibration, "observe", lambda c, v, a, s: observed.append(c[:, : K + 1]))
     rounds.admit([0, 1], [new_request(), new_request()])
     columns = np.array([[0.9, 0.8, 0.7, 0.6], [0.9, 0.1, 0.3, 0.2]], dtype=np.float32)
-    for _ in range(READBACK_DELAY + 2):
+    for _ in range((K + 1) * (READBACK_DELAY + 1)):
         begin(rounds, [0, 1], [1, 1], scheduled=[K, K])
-        assert draft(rounds, columns)[0] == [K, 2]
-    unknown = np.nan  # what was drafted in vain is no part of a draft
-    expected = [[0.9, 0.8, 0.7, 0.6, unknown], [0.9, 0.1, unknown, unknown, unknown]]
-    np.testing.assert_allclose(observed[-1], np.array(expected, dtype=np.float32))
+        lengths, num_steps = draft(rounds, columns)
+    assert (lengths, num_steps) == ([K, 2], K)
+    np.testing.assert_allclose(observed[-1], np.pad(columns, ((0, 0), (0, 1)), constant_values=np.nan))
 
 
 def test_confidences_of_another_request_in_the_same_slot_are_not_taken(monkeypatch):

@@ -275,9 +275,7 @@ class EarlyExitProposer:
         self._pending.keep(round_)
         return drafts
 
-    def _end_round(
-        self, step: V1Step, round_: DraftRound, drafts: list[list[int]], began: tuple[float, float]
-    ) -> None:
+    def _end_round(self, step: V1Step, round_: DraftRound, drafts: list[list[int]], began: tuple[float, float]) -> None:
         """Note what the round took, and decide whether to skip the next ones.
 
         Args:

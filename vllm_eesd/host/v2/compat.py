@@ -10,7 +10,6 @@ from vllm.config.model import PROCESSED_LOGPROBS_MODES
 from vllm.forward_context import BatchDescriptor, set_forward_context
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.sampling_params import SamplingParams
-from vllm.utils.gpu_sync_debug import gpu_sync_allowed
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.worker.gpu.attn_utils import (

@@ -74,6 +74,7 @@ class Rounds:
     def use_policy(self, policy: DraftLengthPolicy) -> None:
         """Choose draft lengths by this policy from now on; requests that run start from its prior."""
         self.policy = policy
+        policy.costs.all_rows_draft = True
         self.requests = RunningRequests(self._max_num_reqs, self._config.num_speculative_tokens, policy)
         self._learner = Learner(policy, self.stats, self._agree_on_times)
         self.start_afresh()
@@ -86,6 +87,7 @@ class Rounds:
             self._not_admitted.add(slot)
             self._generation[slot] += 1
             self._pending.clear(slot)
+            self._confidences[slot] = np.nan
             self._num_tokens[slot] = len(request.prefill_token_ids)
             self._has_grammar[slot] = params.structured_outputs is not None
         self._admit()
@@ -104,7 +106,7 @@ class Rounds:
         self._pending.clear()
         self._not_admitted = set(self._requested)
         self._under_way: deque[PendingStep] = deque()
-        #: [max_num_reqs, MAX_SPECULATIVE_TOKENS], of the drafts that the last step read had verified; NaN if unknown.
+        #: [max_num_reqs, MAX_SPECULATIVE_TOKENS], of the last drafts that are known; NaN if unknown.
         self._confidences = np.full((self._max_num_reqs, MAX_SPECULATIVE_TOKENS), np.nan, dtype=np.float32)
         self._drafted: Drafted | None = None
         self._times: RoundTimes | None = None
@@ -166,26 +168,15 @@ class Rounds:
         return limits
 
     def _choose(self, slots: np.ndarray, limits: np.ndarray) -> None:
-        """Start a round; a policy that looks at no confidence is asked for all its tokens at once."""
-        self.waits_for_confidence = self.policy.needs_confidence
+        """Decide the round before its first draft step: the host waits for no value of a round under way."""
         self._round = DraftRound(self.policy, slots, limits)
-        while not self.waits_for_confidence and len(self._round.rows):
-            self._round.tell(None)
+        self._round.decide_ahead(self._confidences[slots])
         self._pending.keep(self._round)
 
-    def wants_step(self, step: int) -> bool:
-        """Return whether draft step `step` (from 1) should run: a row drafts that token, or may yet."""
-        if not self.waits_for_confidence:
-            return step <= self._round.lengths.max(initial=0)
-        return bool((self._round.limits[self._round.rows] >= step).any())
-
-    def decide(self, confidence: np.ndarray) -> None:
-        """Ask which rows draft one more token, given the confidence of the last one decided on.
-
-        Args:
-            confidence: [num_reqs] float32, of the whole batch.
-        """
-        self._round.tell(confidence[self._round.rows])
+    @property
+    def num_steps(self) -> int:
+        """The draft steps of this round."""
+        return int(self._round.lengths.max(initial=0))
 
     def end(self, confidences: torch.Tensor) -> None:
         """The round's draft steps are on their way: have their confidences copied, to be read with the verdict.
@@ -193,7 +184,6 @@ class Rounds:
         Args:
             confidences: [num_reqs, K] float32 on the device.
         """
-        self._pending.keep(self._round)
         self._drafted = Drafted(self._round, self._generation[self._round.slots], HostCopy(confidences))
 
     def pause(self) -> None:
@@ -221,18 +211,21 @@ class Rounds:
             no_ngrams = np.zeros(len(rows), dtype=bool)
             shared = self.requests.updates_shared_prior[slots]
             confidences = self._confidences[slots]
-            self._learner.learn(Outcome(slots, verified[rows], accepted, confidences, no_ngrams, shared))
+            num_steps = 0 if step.drafted is None else int(step.drafted.round.lengths.max())
+            outcome = Outcome(slots, verified[rows], accepted, confidences, no_ngrams, shared, num_steps)
+            self._learner.learn(outcome)
         self._learn_costs(step, int(num_sampled.sum()), all_decoded=bool(decoded.all()))
 
     def _take_confidences(self, drafted: Drafted) -> None:
         """Keep a round's confidences, and count those that are NaN: of hidden states with infinities or NaN."""
         round_, confidences = drafted.round, drafted.confidences.numpy()
         num_tokens = confidences.shape[1]
-        is_draft = np.arange(num_tokens) < round_.lengths[:, None]
-        self.stats.count_not_finite(int((np.isnan(confidences) & is_draft).sum()))
+        columns = np.arange(num_tokens)
+        self.stats.count_not_finite(int((np.isnan(confidences) & (columns < round_.lengths[:, None])).sum()))
         if self.policy.needs_confidence:
             same = self._generation[round_.slots] == drafted.generations
-            known = np.where(is_draft, confidences, np.nan)
+            # Every row ran every step.
+            known = np.where(columns < round_.lengths.max(), confidences, np.nan)
             self._confidences[round_.slots[same], :num_tokens] = known[same]
 
     def _trace(self, step: PendingStep, request_ids: Sequence[str], tokens: torch.Tensor, asynchronous: bool) -> None:

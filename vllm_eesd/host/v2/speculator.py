@@ -17,14 +17,14 @@ from vllm_eesd.host.model.exit_head import HEAD_CLASSES, ExitHead
 from vllm_eesd.host.speculative import EESDSpeculativeConfig
 from vllm_eesd.host.v2 import kernel_choice
 from vllm_eesd.host.v2.batch import TargetStep
-from vllm_eesd.host.v2.compat import dispatch_cg_and_sync_dp, gpu_sync_allowed
+from vllm_eesd.host.v2.compat import dispatch_cg_and_sync_dp
 from vllm_eesd.host.v2.cost_profile import profile_costs
 from vllm_eesd.host.v2.draft_steps import DraftSteps
 from vllm_eesd.host.v2.kernel_ops import KernelDraftStep, exit_head_rows
 from vllm_eesd.host.v2.kv_fill import use_kv_fill
 from vllm_eesd.host.v2.lengths import Rounds
 from vllm_eesd.host.v2.ragged import RaggedVerification, use_graphs_for_ragged_batches
-from vllm_eesd.host.v2.readback import HostCopy, RoundTimes, Timestamps
+from vllm_eesd.host.v2.readback import RoundTimes, Timestamps
 from vllm_eesd.host.v2.trace import tokens_of_step
 from vllm_eesd.host.v2.verification import Verification, only_temperature
 from vllm_eesd.policy import DraftLengthPolicy
@@ -223,22 +223,22 @@ class EarlyExitSpeculator(DraftSteps):
                 self._dummy_step(step, skip_attn_for_dummy_run, is_profile)
         elif not self.breaker.is_open:
             try:
-                self._copy_request_inputs(*requests, dummy_run=False)
-                self._learn_and_draft(step, num_speculative_tokens)
+                self._learn_and_draft(step, requests, num_speculative_tokens)
                 self.breaker.passed()
             except Exception as error:
                 self._survive(error)
         return self.draft_tokens[: step.num_reqs]
 
-    def _learn_and_draft(self, step: TargetStep, longest: int | None) -> None:
+    def _learn_and_draft(self, step: TargetStep, requests: tuple, longest: int | None) -> None:
         """See `propose`; a round without drafts prepares nothing for draft steps."""
         tokens = None
         if self.rounds.round_trace is not None:
             # The drafts just verified: this round's take their place once it is over.
             tokens = tokens_of_step(step, self._req_states.draft_tokens[step.idx_mapping])
         times = self.rounds.begin(step, self._asynchronous, tokens, longest)
-        if not self.rounds.wants_step(1):
+        if not self.rounds.num_steps:
             return
+        self._copy_request_inputs(*requests, dummy_run=False)
         self._prepare(step)
         graph = self._graph_for(step)
         times.mark()
@@ -266,20 +266,9 @@ class EarlyExitSpeculator(DraftSteps):
         return dispatch_cg_and_sync_dp(self._graphs, step.num_reqs, step.num_reqs, **sizes)[0]
 
     def _run_round(self, target_step: TargetStep, graph: BatchExecutionDescriptor, times: RoundTimes) -> None:
-        """Run draft steps as long as a row wants them.
-
-        A policy that looks at confidences decides about token s while step s runs: the host waits for step s - 1 only,
-        and at most one step is drafted in vain.
-        """
-        step, num_reqs, confidences = 1, target_step.num_reqs, []
-        while step <= self.num_speculative_tokens and self.rounds.wants_step(step):
+        """Launch the round's draft steps, decided ahead: the host goes on while they run."""
+        num_reqs = target_step.num_reqs
+        for step in range(1, self.rounds.num_steps + 1):
             self._run_step(step, num_reqs, graph, target_step.seq_lens_upper_bound, skip_attn=False)
             times.mark()
-            if self.rounds.waits_for_confidence:
-                confidences.append(HostCopy(self.draft_token_confidence_probs[:num_reqs, step - 1]))
-                if step > 1:
-                    with gpu_sync_allowed():
-                        confidence = confidences[step - 2].numpy()
-                    self.rounds.decide(confidence)
-            step += 1
         self.rounds.end(self.draft_token_confidence_probs[:num_reqs])
