@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from vllm_eesd.distill.data import Tokens, spaced_windows, token_dtype
+from vllm_eesd.distill.data import Tokens, random_windows, spaced_windows, stacked, token_dtype
 from vllm_eesd.distill.model import Target
 from vllm_eesd.distill.processes import ALONE, Processes
 from vllm_eesd.distill.report import write_json
@@ -156,7 +156,7 @@ class OwnText:
     def _batch(self, text: list[Tokens], number: int, continue_batch: Callable[..., Tensor]) -> Tensor:
         rng = np.random.default_rng((self.seed, number, 1))
         prompt_len = int(rng.integers(max(1, self.seq_len // 8), max(2, self.seq_len // 2)))
-        prompts = _random_windows(text, BATCH, prompt_len, rng)
+        prompts = stacked(random_windows(text, BATCH, prompt_len, rng))
         temperatures = torch.tensor([0.0, self.temperature]).repeat(BATCH // 2)
         return continue_batch(prompts, self.seq_len, temperatures, seed=self.seed * 1_000_003 + number)
 
@@ -172,7 +172,7 @@ def own_text_in(work: Path, target: Target, count: int, seq_len: int, temperatur
     if not 0 <= temperature < float("inf"):
         raise ValueError(f"temperature is {temperature}, must be 0 or more and finite")
     fingerprint = round(target.model.model.norm.weight.double().sum().item(), 6)
-    dtype = np.dtype(token_dtype(target.config.vocab_size))
+    dtype = token_dtype(target.config.vocab_size)
     return OwnText(work, count, seq_len, temperature, seed, fingerprint, dtype)
 
 
@@ -208,12 +208,3 @@ def greedy_held_out(target: Target, text: list[Tokens], count: int, seq_len: int
     prompts = spaced_windows(text, count, seq_len)[:, :prompt_len]
     some = [continue_windows(target, rows, seq_len, torch.zeros(len(rows)), seed=0) for rows in prompts.split(BATCH)]
     return torch.cat(some), prompt_len
-
-
-def _random_windows(text: list[Tokens], count: int, length: int, rng: np.random.Generator) -> Tensor:
-    sizes = np.array([len(tokens) for tokens in text])
-    rows = []
-    for source in rng.choice(len(text), count, p=sizes / sizes.sum()):
-        start = rng.integers(len(text[source]) - length + 1)
-        rows.append(text[source][start : start + length])
-    return torch.from_numpy(np.stack(rows).astype(np.int64))
