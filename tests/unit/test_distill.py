@@ -24,7 +24,7 @@ from vllm_eesd.distill.data import (
     split_held_out,
     tokens_to_split,
 )
-from vllm_eesd.distill.generate import continue_windows, own_text_in
+from vllm_eesd.distill.generate import OwnText, continue_windows
 from vllm_eesd.distill.metrics import evaluate
 from vllm_eesd.distill.model import Target, block_mask, load_target, new_head
 from vllm_eesd.distill.run import run
@@ -54,6 +54,7 @@ def make_args(model_dir, text, output, **changes) -> Namespace:
         "minutes": None,
     }
     given |= {"batch": 4, "seq_len": SEQ_LEN, "lr": 3e-3, "init": "last", "seed": 0, "work": None, "json": None}
+    given |= {"generator": "transformers"}
     return Namespace(**(given | changes))
 
 
@@ -285,7 +286,7 @@ def test_generated_windows_are_made_once(model_dir, text, tmp_path, monkeypatch)
     transformers = partial(continue_windows, target)
 
     def make(temperature=1.0, generator="transformers", continue_batch=transformers):
-        own = own_text_in(tmp_path, target, 10, SEQ_LEN, temperature, seed=0)
+        own = OwnText(tmp_path, target, 10, SEQ_LEN, temperature, seed=0)
         own.make(sources, generator, continue_batch)
         return np.array(own.windows())
 

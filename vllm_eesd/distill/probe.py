@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vllm_eesd.config import LONGEST_DRAFT
 from vllm_eesd.distill.layer_costs import LayerCosts, LayerResult, measure_costs
 from vllm_eesd.distill.losses import CHUNK_LOGITS
-from vllm_eesd.distill.metrics import LONGEST_DRAFT
 from vllm_eesd.distill.model import Target, load_target
 from vllm_eesd.distill.plots import check_plot, plot_probe
 from vllm_eesd.distill.report import check_writable, command, write_json
