@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import tempfile
 from collections.abc import Iterator
@@ -166,7 +167,7 @@ def _tokenised(paths: list[Path], tokenizer: Any, vocab_size: int, at_least: int
     try:
         with tempfile.TemporaryFile(prefix="eesd-tokens-") as file:
             for path in paths:
-                for ids in _encode(_jsonl_texts(path) if path.suffix == ".jsonl" else _pieces(path), tokenizer):
+                for ids in _encode(_texts(path), tokenizer):
                     _check_range(path, max(ids, default=0), vocab_size)
                     file.write(np.array(ids, dtype).tobytes())
                 ends.append(file.tell() // dtype.itemsize)
@@ -183,48 +184,45 @@ def _tokenised(paths: list[Path], tokenizer: Any, vocab_size: int, at_least: int
     return np.split(tokens, starts[1:-1])
 
 
-def _lines(path: Path) -> Iterator[str]:
+def _pieces(path: Path) -> Iterator[list[str]]:
+    """Yield the lines of a file of text, about PIECE_CHARS at a time."""
     try:
         with path.open(encoding="utf-8") as file:
-            for line in file:
-                if "\0" in line:
+            while lines := file.readlines(PIECE_CHARS):
+                if any("\0" in line for line in lines):
                     raise ValueError(f"data: {path}: not text (it holds NUL characters, as UTF-16 and binaries do)")
-                yield line
+                yield lines
     except UnicodeDecodeError as error:
         raise ValueError(f"data: {path}: not UTF-8 ({error.reason})") from None
     except OSError as error:
         raise ValueError(f"data: {path}: cannot be read ({error.strerror})") from None
 
 
-def _pieces(path: Path) -> Iterator[tuple[str, bool]]:
-    """Yield (whole lines of a text file, about PIECE_CHARS at a time; whether the text ends there)."""
-    held: list[str] = []
-    size = 0
-    for line in _lines(path):
-        if size >= PIECE_CHARS:
-            yield "".join(held), False
-            held, size = [], 0
-        held.append(line)
-        size += len(line)
-    yield "".join(held), True
+def _texts(path: Path) -> Iterator[tuple[str, bool]]:
+    """Yield (some text of a file, whether a text ends there)."""
+    if path.suffix == ".jsonl":
+        yield from _jsonl_texts(path)
+        return
+    for lines in _pieces(path):
+        yield "".join(lines), False
+    yield "", True
 
 
 def _jsonl_texts(path: Path) -> Iterator[tuple[str, bool]]:
-    for number, line in enumerate(_lines(path), start=1):
+    for number, line in enumerate(itertools.chain.from_iterable(_pieces(path)), start=1):
         if not line.strip():
             continue
         try:
             row = json.loads(line)
         except (ValueError, RecursionError):  # ValueError: also a number of too many digits
             raise ValueError(f"data: {path}, line {number}: not JSON") from None
-        text = (
-            next((row[f] for f in TEXT_FIELDS if isinstance(row.get(f), str)), None) if isinstance(row, dict) else None
-        )
-        if text is None:
+        fields = row if isinstance(row, dict) else {}
+        texts = [fields[name] for name in TEXT_FIELDS if isinstance(fields.get(name), str)]
+        if not texts:
             raise ValueError(
                 f"data: {path}, line {number}: no text; one of {', '.join(TEXT_FIELDS)} must hold a string"
             )
-        yield text, True
+        yield texts[0], True
 
 
 def _encode(texts: Iterator[tuple[str, bool]], tokenizer: Any) -> Iterator[list[int]]:

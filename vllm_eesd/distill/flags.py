@@ -61,7 +61,7 @@ def _setting(parser: argparse.ArgumentParser, field: str, **settings: Any) -> No
     annotation, text = DistillConfig.model_fields[field].annotation, _described(field)
     if not settings.get("required"):
         settings["default"] = default(DistillConfig, field)
-        text += " (default %(default)s)" if settings["default"] else ""
+        text += "" if settings["default"] in (None, []) or annotation is bool else " (default %(default)s)"
     if annotation is bool:
         settings["action"] = "store_true"
     if get_origin(annotation) is Literal:
