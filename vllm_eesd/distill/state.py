@@ -23,13 +23,15 @@ def identity(config: TrainConfig, target: Target) -> dict[str, Any]:
 
 
 def save(
-    checkpoint: Path,
+    checkpoint: Path | None,
     head: nn.Module,
     optimizers: list[torch.optim.Optimizer],
     run: dict[str, Any],
     run_identity: dict[str, Any],
 ) -> None:
-    """Write what `resume` needs, in one step."""
+    """Write what `resume` needs, in one step; None writes nothing."""
+    if checkpoint is None:
+        return
     states = [optimizer.state_dict() for optimizer in optimizers]
     with replacing(checkpoint) as file:
         torch.save({"head": head.state_dict(), "optimizers": states, "identity": run_identity, "run": run}, file)

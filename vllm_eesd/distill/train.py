@@ -6,6 +6,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,19 +52,13 @@ def train(
     """
     lr = DEFAULT_LR / math.sqrt(target.config.hidden_size) if config.lr is None else config.lr
     optimizers, this_run = _make_optimizers(head, lr), identity(config, target)
-    run = {"step": 0, "elapsed_s": 0.0, "losses": []}
-    if checkpoint is not None and checkpoint.exists():
-        run = resume(checkpoint, head, optimizers, this_run)
+    run = _begin(checkpoint, head, optimizers, this_run)
     processes.wait()
+    keep = partial(save, checkpoint if processes.is_first() else None, head, optimizers, run, this_run)
     gradients = _gradients_of(target, head, config)
     began, saved_at, whole_step = time.monotonic() - run["elapsed_s"], time.monotonic(), True
     shown = {"desc": "distilling", "unit": "step", "disable": not processes.is_first()}
     progress = tqdm(total=config.steps, initial=run["step"], **shown)
-
-    def keep() -> None:
-        if checkpoint is not None and processes.is_first():
-            save(checkpoint, head, optimizers, run, this_run)
-
     try:
         while run["step"] < config.steps and not _out_of_time(config, run):
             loss = gradients(*_batch(data, config, run["step"]))
@@ -86,6 +81,13 @@ def train(
         if whole_step:
             keep()
     return _record(run, config)
+
+
+def _begin(checkpoint: Path | None, head: nn.Module, optimizers: list, this_run: dict[str, Any]) -> dict[str, Any]:
+    """Return the counters of the run: the checkpoint's if there is one, else a new run's."""
+    if checkpoint is not None and checkpoint.exists():
+        return resume(checkpoint, head, optimizers, this_run)
+    return {"step": 0, "elapsed_s": 0.0, "losses": []}
 
 
 def _batch(data: TokenData, config: TrainConfig, step: int) -> tuple[Tensor, Tensor]:
