@@ -109,6 +109,7 @@ def distill_arguments(
     given |= {"steps": args.steps, "batch": args.batch, "seq_len": args.seq_len, "seed": args.seed, "minutes": None}
     # What is measured must not depend on what was trained on: the target's own greedy text is always measured.
     given |= {"loss": loss, "init": init, "head_type": head_type, "self_generate": windows, "measure_greedy": True}
+    given["generator"] = "transformers"
     return argparse.Namespace(**given)
 
 

@@ -17,30 +17,34 @@ POLICY_NAMES: tuple[str, ...] = get_args(PolicyName)
 
 
 class EESDConfig(BaseModel):
-    """The fields of `--speculative-config '{"method": "eesd", ...}'`.
+    """The fields of `--speculative-config '{"method": "eesd", ...}'`; `method` itself is none of them.
 
-    Attributes:
-        model: exit-head directory; None looks for `<target>/eesd/`.
-        exit_layer: N, the target layers a draft runs through, 0 < N < L; None takes the head's own.
-        num_speculative_tokens: the longest draft, in tokens; the policy may stop earlier. None takes LONGEST_COPY
-            where the policy may copy n-gram continuations, else LONGEST_DRAFT.
-        policy: how the draft length is chosen, see `vllm_eesd.policy`.
-        policy_args: settings of that policy, see `vllm_eesd.policy_args`.
-        draft_sample_method: "greedy" drafts the most probable token, verified as one-hot; "probabilistic" draws it at
-            the request's temperature, verified against the draft distribution (greedy requests draft as before).
-        seed: seed of the policy's own random generator (independent of sampling).
     Source: arXiv 2406.03853, sections 3.1 and 3.3.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
-    model: str | None = None
-    exit_layer: int | None = Field(None, ge=1)
-    num_speculative_tokens: int | None = Field(None, ge=1, le=MAX_SPECULATIVE_TOKENS)
-    policy: PolicyName = "goodput"
-    policy_args: dict[str, Any] = Field(default_factory=dict)
-    draft_sample_method: Literal["greedy", "probabilistic"] = "greedy"
-    seed: int = Field(0, ge=0)
+    model: str | None = Field(None, description="exit-head directory; None looks for `<target>/eesd/`")
+    exit_layer: int | None = Field(
+        None, ge=1, description="N, the target layers a draft runs through, 0 < N < L; None takes the head's own"
+    )
+    num_speculative_tokens: int | None = Field(
+        None,
+        ge=1,
+        le=MAX_SPECULATIVE_TOKENS,
+        description="the longest draft, in tokens; the policy may stop earlier. None takes LONGEST_COPY where the "
+        "policy may copy n-gram continuations, else LONGEST_DRAFT",
+    )
+    policy: PolicyName = Field("goodput", description="how the draft length is chosen, see `vllm_eesd.policy`")
+    policy_args: dict[str, Any] = Field(
+        default_factory=dict, description="settings of that policy, see `vllm_eesd.policy_args`"
+    )
+    draft_sample_method: Literal["greedy", "probabilistic"] = Field(
+        "greedy",
+        description="greedy drafts the most probable token, verified as one-hot; probabilistic draws it at the "
+        "request's temperature, verified against the draft distribution (greedy requests draft as before)",
+    )
+    seed: int = Field(0, ge=0, description="of the policy's own random generator (independent of sampling)")
 
     @classmethod
     def parse(cls, spec: str | dict[str, Any] | None) -> EESDConfig:

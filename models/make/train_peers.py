@@ -35,7 +35,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from vllm_eesd.distill.data import TokenData
-from vllm_eesd.distill.generate import continue_windows, own_text_in, sampled_through_vllm
+from vllm_eesd.distill.generate import OwnText, continue_windows, sampled_through_vllm
 from vllm_eesd.distill.losses import distillation_loss, forward_kl
 from vllm_eesd.distill.model import Target, load_target
 from vllm_eesd.distill.train import DEFAULT_LR, TrainConfig, _make_optimizers, learning_rate_scale, uses_bfloat16
@@ -168,7 +168,7 @@ def train(args: argparse.Namespace) -> None:
     target = load_target(MODEL, EXIT_LAYER, "cpu")
     args.work.mkdir(parents=True, exist_ok=True)
     text = [np.memmap(args.data, dtype=np.uint16, mode="r")]
-    own = own_text_in(args.work, target, args.self_generate, SEQ_LEN, 1.0, args.seed)
+    own = OwnText(args.work, target, args.self_generate, SEQ_LEN, 1.0, args.seed)
     through_vllm = sampled_through_vllm(args.generator, MODEL, text, own)
     target.to(device)
     if not through_vllm:

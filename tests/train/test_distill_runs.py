@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from vllm_eesd.distill import generate, report
 from vllm_eesd.distill.data import TokenData
 from vllm_eesd.distill.model import load_target, new_head
-from vllm_eesd.distill.processes import Processes
+from vllm_eesd.distill.processes import check_batch, share_of
 from vllm_eesd.distill.run import run
 from vllm_eesd.distill.train import TrainConfig, train
 from vllm_eesd.exit_head.checkpoint import ExitHeadConfig
@@ -151,10 +151,10 @@ def test_a_target_that_cannot_be_shared(model_dir, text, tmp_path, changes, word
 
 def test_a_batch_is_shared_out_whole():
     rows = torch.arange(12)
-    shares = [Processes(rank, 3).share_of(rows) for rank in range(3)]
+    shares = [share_of(rows, rank, 3) for rank in range(3)]
     assert sorted(torch.cat(shares).tolist()) == rows.tolist() and {len(share) for share in shares} == {4}
     with pytest.raises(ValueError, match=r"batch is 12, must be a multiple of 24 \(3 processes x accumulate 8\)"):
-        Processes(0, 3).check_batch(12, 8)
+        check_batch(12, 8, 3)
 
 
 def test_auto_takes_the_layer_the_probe_expects_most_of(model_dir, text, tmp_path, monkeypatch):

@@ -139,8 +139,8 @@ def test_kangaroo_takes_the_exit_layer_given(model_dir, kangaroo, tmp_path):
     [
         ({}, None, ("exit_layer", "[1, 3]", "--exit-layer")),
         ({}, 2, ("exit_layer", "is 2", "[1, 3]")),
-        ({"exit_decoder_layer": False}, 1, ("exit_decoder_layer", "False")),
-        ({"tie_exit_lm_head": False}, 1, ("tie_exit_lm_head", "LM head")),
+        ({"exit_decoder_layer": False}, 1, ("exit_decoder_layer", "True", "False")),
+        ({"tie_exit_lm_head": False}, 1, ("tie_exit_lm_head", "True", "False")),
         ({"exit_layer_indices": "1"}, 1, ("exit_layer_indices",)),
         ({"exit_layer_indices": [0, 1, 3]}, 3, ("missing", "exit_modules.2.1.weight")),
     ],

@@ -1,4 +1,4 @@
-"""How to train: what `eesd distill` takes and the training loop goes by."""
+"""What `eesd distill` takes: its flags show these fields with their defaults and descriptions."""
 
 from __future__ import annotations
 
@@ -10,40 +10,64 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 class TrainConfig(BaseModel):
     """How to train. The learning rate goes up over `train.WARMUP_STEPS`, then down along a cosine.
 
-    Attributes:
-        steps: optimizer steps of the whole run, resumed parts included.
-        minutes: stop after this long, resumed parts included, if earlier than steps; None is no limit.
-        batch: windows a step.
-        seq_len: tokens a window.
-        accumulate: parts a process computes its share of a step in, one after the other, to save memory.
-        lr: the highest learning rate, of Muon for matrices and AdamW for norms; None goes by the target's width.
-        init: what the head starts from: the target's "last" or "exit" layer, or the directory of a head.
-        loss: what the head minimises, see `vllm_eesd.distill.losses`.
-        jsd_beta: of the loss `jsd`.
-        head_type: of the head, see `vllm_eesd.distill.model`.
-        draft_vocab: tokens the head drafts from, the most frequent ones of the data; None is the whole vocabulary.
-        seed: of the order of the data and of generated text.
-        compile: torch.compile the step; slow to start, about a fifth faster on a CPU.
+    Two runs that differ in `steps`, `minutes`, `accumulate` or `compile` only may be parts of one; see `state`.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    steps: int = Field(1000, ge=1)
-    minutes: float | None = Field(None, gt=0)
-    batch: int = Field(8, ge=1)
-    seq_len: int = Field(512, ge=2)
-    accumulate: int = Field(1, ge=1)
-    lr: float | None = Field(None, gt=0)
-    init: str = "last"
-    loss: Literal["forward_kl", "reverse_kl", "tv", "ce_target", "ce_text", "jsd"] = "forward_kl"
-    jsd_beta: float = Field(0.5, gt=0, lt=1)
-    head_type: Literal["transformer", "deep_context", "mlp"] = "deep_context"
-    draft_vocab: int | None = Field(None, ge=1)
-    seed: int = Field(0, ge=0)
-    compile: bool = False
+    steps: int = Field(1000, ge=1, description="optimizer steps of the whole run, resumed parts included")
+    minutes: float | None = Field(
+        None, gt=0, allow_inf_nan=False, description="stop after this long, resumed parts included, if earlier"
+    )
+    batch: int = Field(8, ge=1, description="sequences a step")
+    seq_len: int = Field(512, ge=2, description="tokens a sequence")
+    accumulate: int = Field(1, ge=1, description="parts a step is computed in, to save memory")
+    lr: float | None = Field(
+        None, gt=0, allow_inf_nan=False, description="peak learning rate (default: by the target's width)"
+    )
+    init: str = Field("last", description="start from the target's last or exit layer, or from another head")
+    loss: Literal["forward_kl", "reverse_kl", "tv", "ce_target", "ce_text", "jsd"] = Field(
+        "forward_kl", description="what the head minimises"
+    )
+    jsd_beta: float = Field(0.5, gt=0, lt=1, description="beta of jsd")
+    head_type: Literal["transformer", "deep_context", "mlp"] = Field("deep_context", description="what the head is")
+    draft_vocab: int | None = Field(
+        None, ge=1, description="draft from the V (32k: 32000) most frequent tokens of the data only"
+    )
+    seed: int = Field(0, ge=0, description="of the order of the data and of generated text")
+    compile: bool = Field(False, description="compile the training step: slow to start, about a fifth faster on a CPU")
 
     @model_validator(mode="after")
     def _text_is_in_the_vocabulary(self) -> Self:
         if self.draft_vocab is not None and self.loss == "ce_text":
             raise ValueError("loss is 'ce_text', must be another one with draft_vocab: text has tokens outside it")
+        return self
+
+
+class DistillConfig(TrainConfig):
+    """A whole run: which target, on which text, and what to write."""
+
+    model: str = Field(description="target: a directory or a Hub id")
+    exit_layer: int | Literal["auto"] = Field(description="target layers a draft runs, or auto: as eesd probe chooses")
+    data: list[str] = Field(
+        description="text, .py, .jsonl with a `text` a line, .bin token ids; or a directory or Hub data set of text"
+    )
+    held_out: list[str] = Field([], description="to measure on; default: windows of --data")
+    output: str = Field(description="directory to write the head to")
+    self_generate: int = Field(0, ge=0, description="also train on W windows the target wrote")
+    temperature: float = Field(1.0, ge=0, allow_inf_nan=False, description="of what the target writes")
+    generator: Literal["auto", "vllm", "transformers"] = Field(
+        "auto", description="what runs the target while it writes; auto is vLLM where it can"
+    )
+    shard_target: bool = Field(False, description="launched processes share one copy of the target (FSDP)")
+    measure_every: int = Field(100, ge=1, description="measure on held-out text after every S steps")
+    measure_greedy: bool = Field(False, description="measure on the target's greedy text, as with --self-generate")
+    tensorboard: str | None = Field(None, description="write the losses there (needs tensorboard)")
+    work: str | None = Field(None, description="checkpoints to resume from and write to")
+    json_: str | None = Field(None, alias="json", description="write the training record")
+
+    @model_validator(mode="after")
+    def _layers_can_be_gathered(self) -> Self:
+        if self.shard_target and self.compile:
+            raise ValueError("shard_target is set, must not be with compile: a compiled step cannot gather layers")
         return self

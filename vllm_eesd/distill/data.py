@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,8 +12,6 @@ from typing import Any
 
 import numpy as np
 import torch
-
-from vllm_eesd.distill.token_file import Spool, TokenFile
 
 # Fields of a JSONL line that hold text, in the order they are looked for.
 TEXT_FIELDS = ("text", "content", "code", "prompt")
@@ -21,9 +21,11 @@ HELD_OUT_SHARE = 0.05
 SELF_SHARE = 0.5
 # A text file is tokenised in pieces of about this size, split at line ends, so that its size does not matter.
 PIECE_CHARS = 1 << 20
+# Token ids looked at at one time: 4 MiB of uint32.
+CHUNK_TOKENS = 1 << 20
 
-# Token ids of one source, [num_tokens], in memory or on disk.
-Tokens = np.ndarray | TokenFile
+# Token ids of one source, [num_tokens] uint16 or uint32, in memory or mapped from a file.
+Tokens = np.ndarray
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,7 @@ class TokenData:
     """What a run trains on.
 
     Attributes:
-        text: [num_tokens] per source, uint16 or uint32; windows start anywhere.
+        text: per source; windows start anywhere.
         generated: [num_windows, seq_len] text of the target's own, or None; windows are taken whole.
     """
 
@@ -41,15 +43,26 @@ class TokenData:
     def batch_at(self, step: int, batch: int, seq_len: int, seed: int) -> torch.Tensor:
         """Return [batch, seq_len] int64, depending on the arguments only."""
         rng = np.random.default_rng((seed, step))
-        num_starts = np.array([len(tokens) - seq_len + 1 for tokens in self.text])
         num_generated = 0 if self.generated is None else round(batch * SELF_SHARE)
-        rows = []
-        for source in rng.choice(len(self.text), batch - num_generated, p=num_starts / num_starts.sum()):
-            start = rng.integers(num_starts[source])
-            rows.append(self.text[source][start : start + seq_len])
+        rows = random_windows(self.text, batch - num_generated, seq_len, rng)
         if num_generated:
             rows += [self.generated[i] for i in rng.integers(len(self.generated), size=num_generated)]
-        return torch.from_numpy(np.stack(rows).astype(np.int64))
+        return stacked(rows)
+
+
+def stacked(rows: list[np.ndarray]) -> torch.Tensor:
+    """Return windows of one length as one tensor, [num_windows, length] int64."""
+    return torch.from_numpy(np.stack(rows).astype(np.int64))
+
+
+def random_windows(sources: list[Tokens], count: int, length: int, rng: np.random.Generator) -> list[np.ndarray]:
+    """Return `count` windows; each place where one can start is as likely as any other."""
+    num_starts = np.array([len(tokens) - length + 1 for tokens in sources])
+    rows = []
+    for source in rng.choice(len(sources), count, p=num_starts / num_starts.sum()):
+        start = rng.integers(num_starts[source])
+        rows.append(sources[source][start : start + length])
+    return rows
 
 
 def spaced_windows(sources: list[Tokens], count: int, seq_len: int) -> torch.Tensor:
@@ -60,7 +73,7 @@ def spaced_windows(sources: list[Tokens], count: int, seq_len: int) -> torch.Ten
         starts = np.linspace(0, len(tokens) - seq_len, share).astype(int)
         windows += [tokens[start : start + seq_len] for start in starts]
     kept = np.linspace(0, len(windows) - 1, min(count, len(windows))).astype(int)
-    return torch.from_numpy(np.stack([windows[i] for i in kept]).astype(np.int64))
+    return stacked([windows[i] for i in kept])
 
 
 def read_sources(paths: list[Path], tokenizer: Any, vocab_size: int, at_least: int = 1) -> list[Tokens]:
@@ -75,20 +88,15 @@ def read_sources(paths: list[Path], tokenizer: Any, vocab_size: int, at_least: i
     Raises:
         ValueError: a file is missing, empty, unreadable, or holds ids outside the target's vocabulary.
     """
-    sources: list[Tokens] = []
-    dtype, texts = np.dtype(token_dtype(vocab_size)), None
-    for path in map(Path, paths):
-        _check_file(path)
-        if path.suffix == ".bin":
-            tokens = _token_ids(path, dtype)
-            sources.append(tokens)
-        else:
-            texts = texts or Spool(dtype)
-            documents = _jsonl_texts(path) if path.suffix == ".jsonl" else _pieces(path)
-            tokens = texts.add(_encode(documents, tokenizer), str(path))
-        if (largest := tokens.largest()) >= vocab_size:
-            raise ValueError(f"data: {path}: token id {largest}, the target's vocabulary has {vocab_size}")
-    return sources + (texts.packed(at_least) if texts else [])
+    paths = [Path(path) for path in paths]
+    for path in paths:
+        if not path.is_file():
+            raise ValueError(f"data: {path}: no such file; give text, .py, .jsonl or .bin files")
+        if path.stat().st_size == 0:
+            raise ValueError(f"data: {path}: empty file")
+    sources = [_token_ids(path, vocab_size) for path in paths if path.suffix == ".bin"]
+    texts = [path for path in paths if path.suffix != ".bin"]
+    return sources + (_tokenised(texts, tokenizer, vocab_size, at_least) if texts else [])
 
 
 def tokens_to_split(seq_len: int) -> int:
@@ -121,71 +129,100 @@ def long_enough(sources: list[Tokens], seq_len: int, field: str) -> list[Tokens]
 def _check_lengths(sources: list[Tokens], needed: int, meaning: str, field: str) -> None:
     for tokens in sources:
         if len(tokens) < needed:
-            raise ValueError(f"{field}: {tokens.name}: {len(tokens)} tokens, at least {needed} ({meaning}) are needed")
+            name = getattr(tokens, "filename", None) or "all texts together"
+            raise ValueError(f"{field}: {name}: {len(tokens)} tokens, at least {needed} ({meaning}) are needed")
 
 
-def token_dtype(vocab_size: int) -> type:
-    return np.uint16 if vocab_size <= 1 << 16 else np.uint32
+def token_dtype(vocab_size: int) -> np.dtype:
+    """Return what token ids are kept as."""
+    return np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)
 
 
-def _check_file(path: Path) -> None:
-    if not path.is_file():
-        raise ValueError(f"data: {path}: no such file; give text, .py, .jsonl or .bin files")
-    if path.stat().st_size == 0:
-        raise ValueError(f"data: {path}: empty file")
-
-
-def _token_ids(path: Path, dtype: np.dtype) -> TokenFile:
-    if path.stat().st_size % dtype.itemsize:
-        raise ValueError(f"data: {path}: {path.stat().st_size} bytes are no whole number of {dtype.name} token ids")
+def _token_ids(path: Path, vocab_size: int) -> Tokens:
+    """Return a file of token ids, mapped; all of them are looked at once, by reading, to see that they are in range."""
+    dtype, size = token_dtype(vocab_size), path.stat().st_size
+    if size % dtype.itemsize:
+        raise ValueError(f"data: {path}: {size} bytes are no whole number of {dtype.name} token ids")
     try:
-        return TokenFile(path.open("rb"), dtype, str(path))
+        with path.open("rb") as file:
+            while len(ids := np.fromfile(file, dtype, CHUNK_TOKENS)):
+                _check_range(path, int(ids.max()), vocab_size)
+            return np.memmap(file, dtype, mode="r")
     except OSError as error:
         raise ValueError(f"data: {path}: cannot be read ({error.strerror})") from None
 
 
-def _lines(path: Path) -> Iterator[str]:
+def _check_range(path: Path, largest: int, vocab_size: int) -> None:
+    if largest >= vocab_size:
+        raise ValueError(f"data: {path}: token id {largest}, the target's vocabulary has {vocab_size}")
+
+
+def _tokenised(paths: list[Path], tokenizer: Any, vocab_size: int, at_least: int) -> list[Tokens]:
+    """Return the ids of all texts in the order they came, joined with those after them up to `at_least` tokens.
+
+    They are in one temporary file, mapped, which vanishes with the last part of it; one piece is in memory at a time.
+    What is left at the end belongs to the last part, so only a single one can be shorter.
+    """
+    dtype, ends = token_dtype(vocab_size), []
+    try:
+        with tempfile.TemporaryFile(prefix="eesd-tokens-") as file:
+            for path in paths:
+                for ids in _encode(_texts(path), tokenizer):
+                    _check_range(path, max(ids, default=0), vocab_size)
+                    file.write(np.array(ids, dtype).tobytes())
+                ends.append(file.tell() // dtype.itemsize)
+            file.flush()
+            tokens = np.memmap(file, dtype, mode="r") if ends[-1] else np.empty(0, dtype)
+    except OSError as error:
+        raise ValueError(
+            f"data: {tempfile.gettempdir()}: no room for the token ids ({error.strerror}); set TMPDIR"
+        ) from None
+    starts = [0]
+    for end in ends:
+        if end - starts[-1] >= at_least:
+            starts.append(end)
+    return np.split(tokens, starts[1:-1])
+
+
+def _pieces(path: Path) -> Iterator[list[str]]:
+    """Yield the lines of a file of text, about PIECE_CHARS at a time."""
     try:
         with path.open(encoding="utf-8") as file:
-            for line in file:
-                if "\0" in line:
+            while lines := file.readlines(PIECE_CHARS):
+                if any("\0" in line for line in lines):
                     raise ValueError(f"data: {path}: not text (it holds NUL characters, as UTF-16 and binaries do)")
-                yield line
+                yield lines
     except UnicodeDecodeError as error:
         raise ValueError(f"data: {path}: not UTF-8 ({error.reason})") from None
     except OSError as error:
         raise ValueError(f"data: {path}: cannot be read ({error.strerror})") from None
 
 
-def _pieces(path: Path) -> Iterator[tuple[str, bool]]:
-    """Yield (whole lines of a text file, about PIECE_CHARS at a time; whether the text ends there)."""
-    held: list[str] = []
-    size = 0
-    for line in _lines(path):
-        if size >= PIECE_CHARS:
-            yield "".join(held), False
-            held, size = [], 0
-        held.append(line)
-        size += len(line)
-    yield "".join(held), True
+def _texts(path: Path) -> Iterator[tuple[str, bool]]:
+    """Yield (some text of a file, whether a text ends there)."""
+    if path.suffix == ".jsonl":
+        yield from _jsonl_texts(path)
+        return
+    for lines in _pieces(path):
+        yield "".join(lines), False
+    yield "", True
 
 
 def _jsonl_texts(path: Path) -> Iterator[tuple[str, bool]]:
-    for number, line in enumerate(_lines(path), start=1):
+    for number, line in enumerate(itertools.chain.from_iterable(_pieces(path)), start=1):
         if not line.strip():
             continue
         try:
             row = json.loads(line)
         except (ValueError, RecursionError):  # ValueError: also a number of too many digits
             raise ValueError(f"data: {path}, line {number}: not JSON") from None
-        text = (
-            next((row[f] for f in TEXT_FIELDS if isinstance(row.get(f), str)), None) if isinstance(row, dict) else None
-        )
-        if text is None:
+        fields = row if isinstance(row, dict) else {}
+        texts = [fields[name] for name in TEXT_FIELDS if isinstance(fields.get(name), str)]
+        if not texts:
             raise ValueError(
                 f"data: {path}, line {number}: no text; one of {', '.join(TEXT_FIELDS)} must hold a string"
             )
-        yield text, True
+        yield texts[0], True
 
 
 def _encode(texts: Iterator[tuple[str, bool]], tokenizer: Any) -> Iterator[list[int]]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
+from typing import Any, Literal, get_origin
 
-from vllm_eesd.distill.config import TrainConfig
+from vllm_eesd.distill.config import DistillConfig
 from vllm_eesd.flags import choices, default, exit_layer, positive, positive_real, thousands
 
 
@@ -22,78 +22,51 @@ def probe(parser: argparse.ArgumentParser) -> None:
 
 
 def distill(parser: argparse.ArgumentParser) -> None:
-    """Flags of `vllm_eesd.distill.run`; how to train is what `TrainConfig` holds."""
-    parser.add_argument("model", metavar="MODEL", help="target: a directory or a Hub id")
-    parser.add_argument(
-        "--exit-layer", type=exit_layer, required=True, metavar="N", help="target layers a draft runs, or auto"
-    )
-    _data(parser)
-    parser.add_argument("-o", "--output", required=True, metavar="HEAD", help="directory to write the head to")
-    _schedule(parser)
-    _head(parser)
-    _execution(parser)
-    parser.add_argument("--work", metavar="DIR", help="checkpoints to resume from and write to")
-    parser.add_argument("--json", metavar="OUT", help="write the training record")
+    """Flags of `vllm_eesd.distill.run`: the fields of `DistillConfig`."""
+    parser.add_argument("model", metavar="MODEL", help=_described("model"))
+    _setting(parser, "exit_layer", type=exit_layer, required=True, metavar="N")
+    _setting(parser, "data", nargs="+", required=True, metavar="FILE")
+    _setting(parser, "held_out", nargs="+", metavar="FILE")
+    _setting(parser, "self_generate", type=positive, metavar="W")
+    _setting(parser, "temperature", type=float)
+    _setting(parser, "generator")
+    parser.add_argument("-o", "--output", required=True, metavar="HEAD", help=_described("output"))
+    _setting(parser, "steps", type=positive, metavar="S")
+    _setting(parser, "minutes", type=positive_real, metavar="T")
+    _setting(parser, "batch", type=positive, metavar="B")
+    _setting(parser, "seq_len", type=positive, metavar="T")
+    _setting(parser, "lr", type=positive_real)
+    _setting(parser, "init", metavar="last|exit|HEAD")
+    _setting(parser, "loss")
+    _setting(parser, "jsd_beta", type=float, metavar="B")
+    _setting(parser, "head_type")
+    _setting(parser, "draft_vocab", type=thousands, metavar="V")
+    _setting(parser, "accumulate", type=positive, metavar="A")
+    _setting(parser, "seed", type=int)
+    _setting(parser, "compile")
+    _setting(parser, "shard_target")
+    _setting(parser, "measure_every", type=positive, metavar="S")
+    _setting(parser, "measure_greedy")
+    _setting(parser, "tensorboard", metavar="DIR")
+    _setting(parser, "work", metavar="DIR")
+    parser.add_argument("--json", metavar="OUT", help=_described("json_"))
 
 
-def _data(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--data",
-        nargs="+",
-        required=True,
-        metavar="FILE",
-        help="text, .py, .jsonl with a `text` a line, .bin token ids; or a directory or Hub data set of text",
-    )
-    parser.add_argument("--held-out", nargs="+", metavar="FILE", help="to measure on; default: windows of --data")
-    parser.add_argument("--self-generate", type=positive, metavar="W", help="also train on W windows the target wrote")
-    parser.add_argument("--temperature", type=float, default=1.0, help="of what the target writes (default 1.0)")
-    parser.add_argument(
-        "--generator",
-        choices=["auto", "vllm", "transformers"],
-        default="auto",
-        help="what runs the target while it writes (default auto: vLLM where it can)",
-    )
+def _described(field: str) -> str:
+    return DistillConfig.model_fields[field].description.replace("%", "%%")
 
 
-def _trained(parser: argparse.ArgumentParser, flag: str, **settings: Any) -> None:
-    """Add a flag of a `TrainConfig` field, with the field's default."""
-    parser.add_argument(flag, default=default(TrainConfig, flag.removeprefix("--").replace("-", "_")), **settings)
-
-
-def _schedule(parser: argparse.ArgumentParser) -> None:
-    _trained(parser, "--steps", type=positive, metavar="S", help="optimizer steps (default %(default)s)")
-    _trained(parser, "--minutes", type=positive_real, metavar="T", help="stop after this long, if earlier")
-    _trained(parser, "--batch", type=positive, metavar="B", help="sequences a step (default %(default)s)")
-    _trained(parser, "--seq-len", type=positive, metavar="T", help="tokens a sequence (default %(default)s)")
-    _trained(parser, "--lr", type=positive_real, help="peak learning rate (default: by the target's width)")
-
-
-def _head(parser: argparse.ArgumentParser) -> None:
-    text = "start from the target's last or exit layer, or from another head (default %(default)s)"
-    _trained(parser, "--init", metavar="last|exit|HEAD", help=text)
-    losses, kinds = choices(TrainConfig, "loss"), choices(TrainConfig, "head_type")
-    _trained(parser, "--loss", choices=losses, help="what the head minimises (default %(default)s)")
-    _trained(parser, "--jsd-beta", type=float, metavar="B", help="beta of jsd (default %(default)s)")
-    _trained(parser, "--head-type", choices=kinds, help="(default %(default)s)")
-    text = "draft from the V (32k: 32000) most frequent tokens only"
-    _trained(parser, "--draft-vocab", type=thousands, metavar="V", help=text)
-
-
-def _execution(parser: argparse.ArgumentParser) -> None:
-    text = "parts a step is computed in, to save memory"
-    _trained(parser, "--accumulate", type=positive, metavar="A", help=text)
-    _trained(parser, "--seed", type=int, help="of the data order (default %(default)s)")
-    _trained(parser, "--compile", action="store_true", help="compile the training step")
-    parser.add_argument(
-        "--shard-target", action="store_true", help="launched processes share one copy of the target (FSDP)"
-    )
-    parser.add_argument(
-        "--measure-every", type=positive, default=100, metavar="S", help="measure on held-out text (default 100 steps)"
-    )
-    parser.add_argument(
-        "--measure-greedy", action="store_true", help="measure on the target's greedy text, as --self-generate does"
-    )
-    parser.add_argument("--tensorboard", metavar="DIR", help="write the losses there (needs tensorboard)")
+def _setting(parser: argparse.ArgumentParser, field: str, **settings: Any) -> None:
+    """Add the flag of a `DistillConfig` field, with what the field says of itself."""
+    annotation, text = DistillConfig.model_fields[field].annotation, _described(field)
+    if not settings.get("required"):
+        settings["default"] = default(DistillConfig, field)
+        text += "" if settings["default"] in (None, []) or annotation is bool else " (default %(default)s)"
+    if annotation is bool:
+        settings["action"] = "store_true"
+    if get_origin(annotation) is Literal:
+        settings["choices"] = choices(DistillConfig, field)
+    parser.add_argument(f"--{field.replace('_', '-')}", help=text, **settings)
 
 
 def calibrate(parser: argparse.ArgumentParser) -> None:

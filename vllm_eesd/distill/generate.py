@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +13,9 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from vllm_eesd.distill.data import Tokens, spaced_windows, token_dtype
+from vllm_eesd.distill import processes
+from vllm_eesd.distill.data import Tokens, random_windows, spaced_windows, stacked, token_dtype
 from vllm_eesd.distill.model import Target
-from vllm_eesd.distill.processes import ALONE, Processes
 from vllm_eesd.distill.report import write_json
 from vllm_eesd.distill.vllm_sampler import VllmSampler
 
@@ -46,80 +45,68 @@ def continue_windows(target: Target, prompts: Tensor, seq_len: int, temperatures
     return ids.cpu()
 
 
-@dataclass(frozen=True)
 class OwnText:
     """Windows of the target's own, on disk; every other one is greedy, the rest are sampled.
 
     Each batch is a function of (seed, its number) and appended when done, so an interrupted run goes on where it
     stopped.
 
-    Attributes:
+    Args:
         work: directory of `generated.bin` (token ids) and `generated.json` (how they were made).
+        target: that writes them, or has written them.
         count: windows wanted.
         seq_len: tokens a window.
         temperature: of the sampled ones.
         seed: of prompts and samples.
-        fingerprint: of the target's weights.
-        dtype: of the ids on disk.
     """
 
-    work: Path
-    count: int
-    seq_len: int
-    temperature: float
-    seed: int
-    fingerprint: float
-    dtype: np.dtype
-
-    @property
-    def path(self) -> Path:
-        return self.work / "generated.bin"
-
-    @property
-    def described(self) -> Path:
-        return self.work / "generated.json"
+    def __init__(self, work: Path, target: Target, count: int, seq_len: int, temperature: float, seed: int) -> None:
+        self.path, self.described = work / "generated.bin", work / "generated.json"
+        self.count, self.seq_len = count, seq_len
+        self._temperature, self._seed, self._weights = temperature, seed, target.fingerprint
+        self._dtype = token_dtype(target.config.vocab_size)
+        self._batch_bytes = BATCH * seq_len * self._dtype.itemsize
 
     @property
     def generator(self) -> str | None:
         """What made the windows that are there, "vllm" or "transformers"; None if there are none."""
-        if not self.described.exists():
-            return None
-        return json.loads(self.described.read_text()).get("generator", "transformers")
+        return json.loads(self.described.read_text())["generator"] if self.described.exists() else None
 
     @property
     def is_complete(self) -> bool:
-        return self.path.exists() and self._num_batches_done() * BATCH >= self.count
+        return self._num_batches_done() * BATCH >= self.count
 
     def make(
-        self, text: list[Tokens], generator: str, continue_batch: Callable[..., Tensor], processes: Processes = ALONE
+        self, text: list[Tokens], generator: str, continue_batch: Callable[..., Tensor], together: bool = False
     ) -> None:
-        """Make the windows that are missing; the first of the processes writes them.
+        """Make the windows that are missing; the first process writes them.
 
         Args:
             text: what prompts are cut from.
             generator: name of what `continue_batch` runs on.
             continue_batch: as `continue_windows`, without its first argument.
-            processes: that call this together.
+            together: whether all processes call this, as they must for a target that is spread over them.
         Raises:
             ValueError: `work` holds windows made with other settings.
         """
-        if processes.is_first:
+        writes = processes.is_first()
+        if writes:
             self._begin(generator)
-        done = processes.agree(self._num_batches_done())
-        watched = processes.is_first and done * BATCH < self.count
-        with contextlib.ExitStack() as stack:
-            file = stack.enter_context(self.path.open("r+b")) if processes.is_first else None
-            if file is not None:
+        done = self._num_batches_done()
+        done = processes.agree(done) if together else done
+        with self.path.open("r+b") if writes else contextlib.nullcontext() as file:
+            if writes:
                 file.truncate(file.seek(done * self._batch_bytes))
-            for number in tqdm(range(done, -(-self.count // BATCH)), desc="generating", disable=not watched):
+            missing = range(done, -(-self.count // BATCH))
+            for number in tqdm(missing, desc="generating", disable=not (writes and missing)):
                 windows = self._batch(text, number, continue_batch)
-                if file is not None:
-                    file.write(windows.numpy().astype(self.dtype).tobytes())
+                if writes:
+                    file.write(windows.numpy().astype(self._dtype).tobytes())
                     file.flush()
 
     def windows(self) -> np.ndarray:
         """Return the windows, [count, seq_len], mapped from the file."""
-        return np.memmap(self.path, dtype=self.dtype, mode="r").reshape(-1, self.seq_len)[: self.count]
+        return np.memmap(self.path, dtype=self._dtype, mode="r").reshape(-1, self.seq_len)[: self.count]
 
     def check(self, generator: str) -> None:
         """Refuse to go on with windows that were made otherwise.
@@ -127,17 +114,14 @@ class OwnText:
         Raises:
             ValueError: `work` holds such.
         """
-        if self.described.exists():
-            found = {"generator": "transformers"} | json.loads(self.described.read_text())
-            if found != self._settings(generator):
-                raise ValueError(
-                    f"work: {self.path} was made with another target or other settings; remove it and "
-                    f"{self.described.name}"
-                )
+        if self.described.exists() and json.loads(self.described.read_text()) != self._settings(generator):
+            raise ValueError(
+                f"work: {self.path} was made with another target or other settings; remove it and {self.described.name}"
+            )
 
     def _settings(self, generator: str) -> dict[str, Any]:
-        settings = {"seq_len": self.seq_len, "temperature": self.temperature, "seed": self.seed}
-        return settings | {"weights": self.fingerprint, "generator": generator}
+        settings = {"seq_len": self.seq_len, "temperature": self._temperature, "seed": self._seed}
+        return settings | {"weights": self._weights, "generator": generator}
 
     def _begin(self, generator: str) -> None:
         self.check(generator)
@@ -146,34 +130,15 @@ class OwnText:
             write_json(self.described, self._settings(generator))
         self.path.touch()
 
-    @property
-    def _batch_bytes(self) -> int:
-        return BATCH * self.seq_len * self.dtype.itemsize
-
     def _num_batches_done(self) -> int:
         return self.path.stat().st_size // self._batch_bytes if self.path.exists() else 0
 
     def _batch(self, text: list[Tokens], number: int, continue_batch: Callable[..., Tensor]) -> Tensor:
-        rng = np.random.default_rng((self.seed, number, 1))
+        rng = np.random.default_rng((self._seed, number, 1))
         prompt_len = int(rng.integers(max(1, self.seq_len // 8), max(2, self.seq_len // 2)))
-        prompts = _random_windows(text, BATCH, prompt_len, rng)
-        temperatures = torch.tensor([0.0, self.temperature]).repeat(BATCH // 2)
-        return continue_batch(prompts, self.seq_len, temperatures, seed=self.seed * 1_000_003 + number)
-
-
-def own_text_in(work: Path, target: Target, count: int, seq_len: int, temperature: float, seed: int) -> OwnText:
-    """Return the description of `count` windows that `target` writes, or has written, in `work`.
-
-    Raises:
-        ValueError: a negative count, or a temperature that is negative or not finite.
-    """
-    if count < 0:
-        raise ValueError(f"self_generate is {count}, must be 0 or more")
-    if not 0 <= temperature < float("inf"):
-        raise ValueError(f"temperature is {temperature}, must be 0 or more and finite")
-    fingerprint = round(target.model.model.norm.weight.double().sum().item(), 6)
-    dtype = np.dtype(token_dtype(target.config.vocab_size))
-    return OwnText(work, count, seq_len, temperature, seed, fingerprint, dtype)
+        prompts = stacked(random_windows(text, BATCH, prompt_len, rng))
+        temperatures = torch.tensor([0.0, self._temperature]).repeat(BATCH // 2)
+        return continue_batch(prompts, self.seq_len, temperatures, seed=self._seed * 1_000_003 + number)
 
 
 def sampled_through_vllm(wanted: str, model: str, text: list[Tokens], own: OwnText) -> bool:
@@ -208,12 +173,3 @@ def greedy_held_out(target: Target, text: list[Tokens], count: int, seq_len: int
     prompts = spaced_windows(text, count, seq_len)[:, :prompt_len]
     some = [continue_windows(target, rows, seq_len, torch.zeros(len(rows)), seed=0) for rows in prompts.split(BATCH)]
     return torch.cat(some), prompt_len
-
-
-def _random_windows(text: list[Tokens], count: int, length: int, rng: np.random.Generator) -> Tensor:
-    sizes = np.array([len(tokens) for tokens in text])
-    rows = []
-    for source in rng.choice(len(text), count, p=sizes / sizes.sum()):
-        start = rng.integers(len(text[source]) - length + 1)
-        rows.append(text[source][start : start + length])
-    return torch.from_numpy(np.stack(rows).astype(np.int64))

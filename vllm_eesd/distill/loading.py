@@ -14,7 +14,7 @@ from transformers import AutoConfig, CompressedTensorsConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL_LMS
 
 from vllm_eesd.exit_head.checkpoint import Verifier
-from vllm_eesd.exit_head.shapes import EXTRA_TENSORS
+from vllm_eesd.exit_head.shapes import ATTENTION_BIASES
 
 # What of the target's config says how its layers are built.
 LAYER_CONFIG_FIELDS = (
@@ -36,9 +36,9 @@ def read_config(name_or_path: str) -> Any:
     except (OSError, ValueError) as error:
         reason = " ".join(str(error).split())[:160]
         raise ValueError(f"model: {name_or_path!r} is no model directory and no known model id ({reason})") from None
-    if config.model_type not in EXTRA_TENSORS:
+    if config.model_type not in ATTENTION_BIASES:
         raise ValueError(
-            f"model: {name_or_path!r} has model_type {config.model_type!r}, must be one of {sorted(EXTRA_TENSORS)}"
+            f"model: {name_or_path!r} has model_type {config.model_type!r}, must be one of {sorted(ATTENTION_BIASES)}"
         )
     return config
 

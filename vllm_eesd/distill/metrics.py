@@ -8,11 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from vllm_eesd.config import LONGEST_DRAFT
 from vllm_eesd.distill.losses import CHUNK_LOGITS
 from vllm_eesd.distill.model import Target
 from vllm_eesd.distill.vocabulary import draft_logits
-
-LONGEST_DRAFT = 8
 
 
 @torch.no_grad()

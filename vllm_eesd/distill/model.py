@@ -31,6 +31,11 @@ class Target(nn.Module):
     def lm_head(self) -> nn.Linear:
         return self.model.lm_head
 
+    @property
+    def fingerprint(self) -> float:
+        """A number that another target's weights do not have."""
+        return round(self.model.model.norm.weight.double().sum().item(), 6)
+
     def forward(self, ids: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
         """Return (hidden state entering layer N, normed output, rotary cos and sin).
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 from pathlib import Path
 
 from vllm_eesd.distill.layer_costs import LayerCosts, LayerResult
+from vllm_eesd.exit_head.replacing import replacing
 
 SUFFIXES = (".png", ".svg", ".pdf")
 
@@ -45,7 +44,5 @@ def plot_probe(path: str, results: list[LayerResult], costs: LayerCosts) -> None
     gain.set(xlabel="exit layer N", title="predicted speedup, best fixed draft length")
     for axes in (quality, gain):
         axes.legend(frameon=False)
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=Path(path).parent, prefix=".plot.") as temporary:
-        figure.savefig(Path(temporary) / Path(path).name, dpi=150)
-        os.replace(Path(temporary) / Path(path).name, path)
+    with replacing(path) as file:
+        figure.savefig(file, dpi=150)

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vllm_eesd.config import LONGEST_DRAFT
 from vllm_eesd.distill.layer_costs import LayerCosts, LayerResult, measure_costs
 from vllm_eesd.distill.losses import CHUNK_LOGITS
-from vllm_eesd.distill.metrics import LONGEST_DRAFT
 from vllm_eesd.distill.model import Target, load_target
 from vllm_eesd.distill.plots import check_plot, plot_probe
 from vllm_eesd.distill.report import check_writable, command, write_json
@@ -142,27 +142,25 @@ def decide(results: list[LayerResult], model: str, text: list[str] | None) -> di
     distilled = max(results, key=lambda result: result.distilled_speedup)
     if headless.headless_speedup >= max(WORTHWHILE, HEADLESS_SHARE * distilled.distilled_speedup):
         n = headless.exit_layer
+        verdict = f"LayerSkip-style: use headless at N={n}, predicted {headless.headless_speedup:.2f}x"
         spec = f'{{"method": "eesd", "exit_layer": {n}, "num_speculative_tokens": {headless.headless_tokens}}}'
-        return {
-            "verdict": f"LayerSkip-style: use headless at N={n}, predicted {headless.headless_speedup:.2f}x",
-            "exit_layer": n,
-            "next": command("vllm", "serve", model, "--speculative-config", spec),
-        }
-    if distilled.distilled_speedup >= WORTHWHILE:
+        following = command("vllm", "serve", model, "--speculative-config", spec)
+    elif distilled.distilled_speedup >= WORTHWHILE:
         n = distilled.exit_layer
+        verdict = (
+            f"worth distilling at N={n}: predicted {distilled.distilled_speedup:.2f}x if the head closes "
+            f"{GAP_CLOSED:.0%} of the gap to the target, as the embedded one does"
+        )
         data = text or ["TEXT"]
-        return {
-            "verdict": f"worth distilling at N={n}: predicted {distilled.distilled_speedup:.2f}x if the head closes "
-            f"{GAP_CLOSED:.0%} of the gap to the target, as the embedded one does",
-            "exit_layer": n,
-            "next": command("eesd", "distill", model, "--exit-layer", n, "--data", *data, "-o", "HEAD"),
-        }
-    return {
-        "verdict": f"not worth it: no layer is predicted to gain {WORTHWHILE - 1:.0%} "
-        f"(best: {distilled.distilled_speedup:.2f}x distilled at N={distilled.exit_layer})",
-        "exit_layer": None,
-        "next": command("vllm", "serve", model),
-    }
+        following = command("eesd", "distill", model, "--exit-layer", n, "--data", *data, "-o", "HEAD")
+    else:
+        n = None
+        verdict = (
+            f"not worth it: no layer is predicted to gain {WORTHWHILE - 1:.0%} "
+            f"(best: {distilled.distilled_speedup:.2f}x distilled at N={distilled.exit_layer})"
+        )
+        following = command("vllm", "serve", model)
+    return {"verdict": verdict, "exit_layer": n, "next": following}
 
 
 def _table(results: list[LayerResult]) -> str:

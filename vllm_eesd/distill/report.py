@@ -9,22 +9,13 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from vllm_eesd.exit_head.replacing import replacing
+
 
 def write_json(path: str | os.PathLike, outcome: dict[str, Any]) -> None:
     """Write `outcome` to `path` in one step; its directory is made if missing."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump(outcome, file, indent=1)
-            file.write("\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    finally:
-        Path(temporary).unlink(missing_ok=True)
+    with replacing(path) as file:
+        file.write_text(json.dumps(outcome, indent=1) + "\n", encoding="utf-8")
 
 
 def check_writable(directory: str | os.PathLike, num_bytes: int, field: str) -> None:

@@ -2,55 +2,43 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import BaseModel
 from torch import nn
 
+from vllm_eesd.distill.config import TrainConfig
 from vllm_eesd.distill.model import Target
+from vllm_eesd.exit_head.replacing import replacing
 
 # May differ between the parts of one run: how far it goes, and how a step is computed.
 FREE_FIELDS = {"steps", "minutes", "compile", "accumulate"}
 
 
-def _identity(config: BaseModel, target: Target) -> dict[str, Any]:
-    """What must be the same for a checkpoint to be of this run."""
-    fields = config.model_dump(exclude=FREE_FIELDS)
-    weights = round(target.model.model.norm.weight.double().sum().item(), 6)
-    return fields | {"exit_layer": target.exit_layer, "target_weights": weights}
+def identity(config: TrainConfig, target: Target) -> dict[str, Any]:
+    """Return what must be the same for a checkpoint to be of this run."""
+    fields = config.model_dump(include=TrainConfig.model_fields.keys() - FREE_FIELDS)
+    return fields | {"exit_layer": target.exit_layer, "target_weights": target.fingerprint}
 
 
 def save(
     checkpoint: Path | None,
     head: nn.Module,
     optimizers: list[torch.optim.Optimizer],
-    config: BaseModel,
-    target: Target,
     run: dict[str, Any],
+    run_identity: dict[str, Any],
 ) -> None:
     """Write what `resume` needs, in one step; None writes nothing."""
     if checkpoint is None:
         return
-    state = {
-        "head": head.state_dict(),
-        "optimizers": [optimizer.state_dict() for optimizer in optimizers],
-        "identity": _identity(config, target),
-        "run": run,
-    }
-    temporary = checkpoint.with_suffix(".tmp")
-    torch.save(state, temporary)
-    os.replace(temporary, checkpoint)
+    states = [optimizer.state_dict() for optimizer in optimizers]
+    with replacing(checkpoint) as file:
+        torch.save({"head": head.state_dict(), "optimizers": states, "identity": run_identity, "run": run}, file)
 
 
 def resume(
-    checkpoint: Path,
-    head: nn.Module,
-    optimizers: list[torch.optim.Optimizer],
-    config: BaseModel,
-    target: Target,
+    checkpoint: Path, head: nn.Module, optimizers: list[torch.optim.Optimizer], run_identity: dict[str, Any]
 ) -> dict[str, Any]:
     """Load a checkpoint into the head and the optimizers and return the run's counters.
 
@@ -63,7 +51,7 @@ def resume(
     except Exception as error:  # torch.load raises many kinds for a damaged file
         reason = " ".join(str(error).split())[:120]
         raise ValueError(f"work: {checkpoint} is damaged ({reason}); remove it to start again") from None
-    for field, value in _identity(config, target).items():
+    for field, value in run_identity.items():
         if saved.get(field) != value:
             raise ValueError(
                 f"work: {checkpoint} has {field} {saved.get(field)!r}, this run {value!r}; use another --work"

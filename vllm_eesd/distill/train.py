@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from vllm_eesd.config import LONGEST_DRAFT
+from vllm_eesd.distill import processes
 from vllm_eesd.distill.config import TrainConfig
 from vllm_eesd.distill.data import TokenData
 from vllm_eesd.distill.losses import build_loss, distillation_loss
-from vllm_eesd.distill.metrics import LONGEST_DRAFT
 from vllm_eesd.distill.model import Target
-from vllm_eesd.distill.processes import ALONE, Processes
-from vllm_eesd.distill.state import resume, save
+from vllm_eesd.distill.state import identity, resume, save
 from vllm_eesd.distill.vocabulary import draft_token_ids
 
 # A warm start needs only a short warm-up: it keeps the first, badly scaled steps small.
@@ -39,26 +39,26 @@ def train(
     config: TrainConfig,
     checkpoint: Path | None = None,
     on_step: Callable[[int, float], None] | None = None,
-    processes: Processes = ALONE,
 ) -> dict[str, Any]:
     """Train `head` in place and return {"steps", "tokens", "minutes", "tokens_per_s", "losses"}.
+
+    Of several processes each takes its share of every batch; the first one writes.
 
     Args:
         checkpoint: resumed from if it exists; written every two minutes, at the end, and when interrupted.
         on_step: called with (steps done, loss) after every step.
-        processes: those that train together; each takes its share of every batch.
     Raises:
-        ValueError: the checkpoint belongs to another run, or the batch cannot be shared out.
+        ValueError: the checkpoint belongs to another run.
     """
-    processes.check_batch(config.batch, config.accumulate)
     lr = DEFAULT_LR / math.sqrt(target.config.hidden_size) if config.lr is None else config.lr
-    optimizers = _make_optimizers(head, lr)
-    run = _begin(checkpoint, head, optimizers, config, target)
+    optimizers, this_run = _make_optimizers(head, lr), identity(config, target)
+    run = _begin(checkpoint, head, optimizers, this_run)
     processes.wait()
-    gradients = _gradients_of(target, head, config, processes)
-    keep = partial(save, checkpoint if processes.is_first else None, head, optimizers, config, target, run)
+    keep = partial(save, checkpoint if processes.is_first() else None, head, optimizers, run, this_run)
+    gradients = _gradients_of(target, head, config)
     began, saved_at, whole_step = time.monotonic() - run["elapsed_s"], time.monotonic(), True
-    progress = _progress(config, run, processes)
+    shown = {"desc": "distilling", "unit": "step", "disable": not processes.is_first()}
+    progress = tqdm(total=config.steps, initial=run["step"], **shown)
     try:
         while run["step"] < config.steps and not _out_of_time(config, run):
             loss = gradients(*_batch(data, config, run["step"]))
@@ -83,16 +83,11 @@ def train(
     return _record(run, config)
 
 
-def _begin(checkpoint: Path | None, head: nn.Module, optimizers: list, config: TrainConfig, target: Target) -> dict:
-    """Return the state of the run: the checkpoint's if there is one, else a new run's."""
+def _begin(checkpoint: Path | None, head: nn.Module, optimizers: list, this_run: dict[str, Any]) -> dict[str, Any]:
+    """Return the counters of the run: the checkpoint's if there is one, else a new run's."""
     if checkpoint is not None and checkpoint.exists():
-        return resume(checkpoint, head, optimizers, config, target)
+        return resume(checkpoint, head, optimizers, this_run)
     return {"step": 0, "elapsed_s": 0.0, "losses": []}
-
-
-def _progress(config: TrainConfig, run: dict[str, Any], processes: Processes) -> tqdm:
-    shown = {"desc": "distilling", "unit": "step", "disable": not processes.is_first}
-    return tqdm(total=config.steps, initial=run["step"], **shown)
 
 
 def _batch(data: TokenData, config: TrainConfig, step: int) -> tuple[Tensor, Tensor]:
@@ -126,9 +121,7 @@ def _record(run: dict[str, Any], config: TrainConfig) -> dict[str, Any]:
     }
 
 
-def _gradients_of(
-    target: Target, head: nn.Module, config: TrainConfig, processes: Processes
-) -> Callable[[Tensor, Tensor], float]:
+def _gradients_of(target: Target, head: nn.Module, config: TrainConfig) -> Callable[[Tensor, Tensor], float]:
     """Return a function that leaves the whole batch's gradient in the head's parameters and returns its loss."""
     device = target.lm_head.weight.device
     step_loss = _step_loss(target, head, config, device.type)
@@ -136,7 +129,7 @@ def _gradients_of(
 
     def gradients(ids: Tensor, block_starts: Tensor) -> float:
         total = 0.0
-        for rows in processes.share_of(ids).chunk(config.accumulate):
+        for rows in processes.share_of(ids, processes.rank(), processes.count()).chunk(config.accumulate):
             loss = step_loss(rows.to(device), block_starts.to(device)) / config.accumulate
             loss.backward()
             total += loss.item()

@@ -8,8 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from vllm_eesd.distill.data import SELF_SHARE, TokenData
-from vllm_eesd.distill.token_file import CHUNK_TOKENS
+from vllm_eesd.distill.data import CHUNK_TOKENS, SELF_SHARE, TokenData
 from vllm_eesd.exit_head.draft_vocabulary import D2T_NAME, offsets_of, token_ids_of
 
 
@@ -25,7 +24,7 @@ def _shares(sources: list[Any], vocab_size: int) -> np.ndarray:
     counts = np.zeros(vocab_size, dtype=np.int64)
     for tokens in sources:
         for first in range(0, len(tokens), CHUNK_TOKENS):
-            counts += np.bincount(np.asarray(tokens[first : first + CHUNK_TOKENS]), minlength=vocab_size)
+            counts += np.bincount(tokens[first : first + CHUNK_TOKENS], minlength=vocab_size)
     return counts / counts.sum()
 
 

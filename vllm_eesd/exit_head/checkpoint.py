@@ -6,8 +6,8 @@ safetensors, names and shapes are checked against the config before any tensor i
 
 from __future__ import annotations
 
+import contextlib
 import os
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from vllm_eesd.exit_head.config import (
     read_config_json,
 )
 from vllm_eesd.exit_head.draft_vocabulary import D2T_NAME, check_offsets
+from vllm_eesd.exit_head.replacing import replacing
 from vllm_eesd.exit_head.shapes import expected_shapes
 
 __all__ = ["ExitHeadConfig", "Prior", "Verifier", "read_tensors", "write_head"]
@@ -98,18 +99,14 @@ def write_head(directory: str | os.PathLike, config: ExitHeadConfig, tensors: di
         raise ValueError(
             f"{directory}: holds {WEIGHTS_NAME} without an exit head's config.json; choose another directory"
         )
-    with tempfile.TemporaryDirectory(dir=directory, prefix=".head.") as temporary:
+    with contextlib.ExitStack() as stack:
+        config.write(stack.enter_context(replacing(directory / CONFIG_NAME)))  # the last to be put in place
         if tensors:
             contiguous = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
-            save_file(contiguous, Path(temporary) / WEIGHTS_NAME, metadata={"format": "pt"})
-        config_file = config.write_temporary(Path(temporary))
-        (directory / CONFIG_NAME).unlink(missing_ok=True)
-        (directory / CALIBRATION_NAME).unlink(missing_ok=True)  # it says what the old head's confidences meant
-        if tensors:
-            os.replace(Path(temporary) / WEIGHTS_NAME, directory / WEIGHTS_NAME)
-        else:
-            (directory / WEIGHTS_NAME).unlink(missing_ok=True)
-        os.replace(config_file, directory / CONFIG_NAME)
+            weights = stack.enter_context(replacing(directory / WEIGHTS_NAME))
+            save_file(contiguous, weights, metadata={"format": "pt"})
+        for name in (CONFIG_NAME, WEIGHTS_NAME, CALIBRATION_NAME):  # the last says what the old confidences meant
+            (directory / name).unlink(missing_ok=True)
 
 
 def _check_weights_file(path: Path) -> None:
@@ -121,15 +118,13 @@ def _check_weights_file(path: Path) -> None:
             )
         raise ValueError(f"{path.parent}: no {WEIGHTS_NAME}; a transformer head needs it, distill or copy it again")
     size = path.stat().st_size
+    if size > MAX_WEIGHTS_BYTES:
+        raise ValueError(f"{path}: {size} bytes, an exit head has at most {MAX_WEIGHTS_BYTES}")
     try:
         with path.open("rb") as file:
             header = int.from_bytes(file.read(8), "little")
     except OSError as error:
         raise ValueError(f"{path}: cannot be read ({error.strerror})") from None
-    if size < 8 or header > size - 8 and header <= MAX_HEADER_BYTES:
-        raise ValueError(f"{path}: truncated safetensors ({size} bytes); copy or distill the head again")
-    if size > MAX_WEIGHTS_BYTES:
-        raise ValueError(f"{path}: {size} bytes, an exit head has at most {MAX_WEIGHTS_BYTES}")
     if header > MAX_HEADER_BYTES:
         raise ValueError(
             f"{path}: not an exit head's safetensors: header of {header} bytes, at most {MAX_HEADER_BYTES}"

@@ -3,29 +3,31 @@
 from __future__ import annotations
 
 import json
-import math
 import os
-import tempfile
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from vllm_eesd.exit_head.replacing import replacing
 from vllm_eesd.exit_head.shapes import expected_shapes
 
 CONFIG_NAME = "config.json"
 SPECULATORS_MODEL_TYPE = "eesd"
 # The release of `speculators` whose config layout this one follows.
 SPECULATORS_VERSION = "0.9.0"
-# A head's config is a few KiB: anything far larger is not a head.
+# A model's config is a few KiB: anything far larger is none.
 MAX_CONFIG_BYTES = 1 << 20
 # What must agree between the head's layer and the target's, where both state it.
 LAYER_FIELDS = (
     "model_type", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
     "num_experts", "num_experts_per_tok", "moe_intermediate_size", "residual_multiplier", "attention_multiplier",
 )  # fmt: skip
-# Keys other tools add to a config.json; they say nothing about the head.
-IGNORED_KEYS = {"transformers_version", "dtype", "torch_dtype", "auto_map"}
+# Keys of a config.json that are no fields of `ExitHeadConfig`: read apart, or added by other tools.
+OTHER_KEYS = {
+    "speculators_model_type", "speculators_version", "speculators_config", "architectures",
+    "transformers_version", "dtype", "torch_dtype", "auto_map",
+}  # fmt: skip
 
 
 class Verifier(BaseModel):
@@ -35,16 +37,23 @@ class Verifier(BaseModel):
 
     name_or_path: str = ""
     architecture: str
-    hidden_size: int
-    num_hidden_layers: int
-    vocab_size: int
+    hidden_size: int = Field(ge=1)
+    num_hidden_layers: int = Field(ge=1)
+    vocab_size: int = Field(ge=1)
 
-    @field_validator("hidden_size", "num_hidden_layers", "vocab_size")
+    @model_validator(mode="before")
     @classmethod
-    def _positive(cls, value: int) -> int:
-        if value < 1:
-            raise ValueError("must be 1 or more")
-        return value
+    def _as_speculators_writes_it(cls, raw: Any) -> Any:
+        """Speculators writes the architecture as a list of one, and a name that is not known as null."""
+        if not isinstance(raw, dict):
+            return raw
+        raw = {key: value for key, value in raw.items() if (key, value) != ("name_or_path", None)}
+        if "architectures" not in raw:
+            return raw  # written before the list was
+        architectures = raw.pop("architectures")
+        if not isinstance(architectures, list) or len(architectures) != 1 or "architecture" in raw:
+            raise ValueError(f"verifier.architectures is {architectures!r:.80}, must be a list of one name")
+        return raw | {"architecture": architectures[0]}
 
 
 class Prior(BaseModel):
@@ -52,15 +61,8 @@ class Prior(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
-    alpha: float = 1.0
-    beta: float = 1.0
-
-    @field_validator("alpha", "beta")
-    @classmethod
-    def _positive(cls, value: float) -> float:
-        if not (math.isfinite(value) and value > 0):
-            raise ValueError("must be a finite number above 0")
-        return value
+    alpha: float = Field(1.0, gt=0, allow_inf_nan=False)
+    beta: float = Field(1.0, gt=0, allow_inf_nan=False)
 
 
 class ExitHeadConfig(BaseModel):
@@ -89,10 +91,17 @@ class ExitHeadConfig(BaseModel):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        _check_exit_layer(self.exit_layer, self.head_type, self.verifier.num_hidden_layers)
-        _check_draft_vocab_size(self.draft_vocab_size, self.head_type, self.verifier.vocab_size)
-        if self.head_type != "headless":
-            expected_shapes(self)  # refuses a layer config that lacks or contradicts a size
+        headless, size, vocab_size = self.head_type == "headless", self.draft_vocab_size, self.verifier.vocab_size
+        last = self.verifier.num_hidden_layers - (not headless)
+        if not 1 <= self.exit_layer <= last:
+            raise ValueError(f"exit_layer is {self.exit_layer}, must be 1 to {last} for a {self.head_type} head")
+        if size is not None and headless:
+            raise ValueError(f"draft_vocab_size is {size}, must be null for a headless head: it has no tensors")
+        if size is not None and not 1 <= size < vocab_size:
+            raise ValueError(
+                f"draft_vocab_size is {size}, must be 1 to {vocab_size - 1}, or null: all {vocab_size} tokens"
+            )
+        expected_shapes(self)  # refuses a layer config that lacks or contradicts a size
         return self
 
     @classmethod
@@ -114,14 +123,10 @@ class ExitHeadConfig(BaseModel):
                 f"must be {SPECULATORS_MODEL_TYPE!r}; give a directory written by `eesd distill`{hint}"
             )
         speculators = raw.get("speculators_config")
-        if not isinstance(speculators, dict):
-            raise ValueError(f"{path}: speculators_config is {speculators!r:.80}, must be an object with a verifier")
-        described = {"speculators_model_type", "speculators_version", "architectures", "speculators_config"}
-        fields = {key: value for key, value in raw.items() if key not in described | IGNORED_KEYS}
-        if "verifier" in fields:
-            raise ValueError(f"{path}: verifier belongs inside speculators_config")
-        if "verifier" in speculators:
-            fields["verifier"] = _verifier_fields(path, speculators["verifier"])
+        if not isinstance(speculators, dict) or "verifier" in raw:
+            raise ValueError(f"{path}: speculators_config is {speculators!r:.80}, must be an object with the verifier")
+        fields = {key: value for key, value in raw.items() if key not in OTHER_KEYS}
+        fields |= {key: value for key, value in speculators.items() if key == "verifier"}
         try:
             return cls.model_validate(fields)
         except ValidationError as error:
@@ -131,9 +136,8 @@ class ExitHeadConfig(BaseModel):
 
     def save(self, directory: str | os.PathLike) -> None:
         """Write config.json into `directory`, made if missing; an existing one is replaced in one step."""
-        directory = Path(directory)
-        directory.mkdir(parents=True, exist_ok=True)
-        os.replace(self.write_temporary(directory), directory / CONFIG_NAME)
+        with replacing(Path(directory) / CONFIG_NAME) as file:
+            self.write(file)
 
     def check_target(self, hf_text_config: Any) -> None:
         """Refuse a target this head was not made for.
@@ -159,8 +163,8 @@ class ExitHeadConfig(BaseModel):
             if None not in (ours, theirs) and ours != theirs:
                 raise ValueError(f"{name}: {field}: the head has {ours!r:.80}, the target {theirs!r}; {advice}")
 
-    def write_temporary(self, directory: Path) -> str:
-        """Write config.json under a temporary name into `directory` and return its path."""
+    def write(self, file: Path) -> None:
+        """Write config.json as `file`."""
         raw = {
             "speculators_model_type": SPECULATORS_MODEL_TYPE,
             "speculators_version": SPECULATORS_VERSION,
@@ -181,48 +185,7 @@ class ExitHeadConfig(BaseModel):
                 },
             },
         }
-        handle, temporary = tempfile.mkstemp(dir=directory, prefix=f".{CONFIG_NAME}.")
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump(raw, file, indent=2)
-            file.write("\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)
-        return temporary
-
-
-def _verifier_fields(path: Path, raw: Any) -> Any:
-    """Return the fields of `Verifier`, of which speculators writes one as a list and one as null."""
-    if not isinstance(raw, dict):
-        return raw
-    raw = raw if raw.get("name_or_path", "") is not None else raw | {"name_or_path": ""}
-    if "architectures" not in raw:
-        return raw  # written before the list was
-    architectures = raw["architectures"]
-    if not isinstance(architectures, list) or len(architectures) != 1 or "architecture" in raw:
-        raise ValueError(
-            f"{path}: speculators_config.verifier.architectures is {architectures!r:.80}, must be a list of one name"
-        )
-    return {key: value for key, value in raw.items() if key != "architectures"} | {"architecture": architectures[0]}
-
-
-def _check_exit_layer(exit_layer: int, head_type: str, num_hidden_layers: int) -> None:
-    last = num_hidden_layers if head_type == "headless" else num_hidden_layers - 1
-    if not 1 <= exit_layer <= last:
-        raise ValueError(
-            f"exit_layer is {exit_layer}, must be 1 to {last} for a {head_type} head on {num_hidden_layers} layers"
-        )
-
-
-def _check_draft_vocab_size(draft_vocab_size: int | None, head_type: str, vocab_size: int) -> None:
-    if draft_vocab_size is None:
-        return
-    if head_type == "headless":
-        raise ValueError(f"draft_vocab_size is {draft_vocab_size}, must be null for a headless head: it has no tensors")
-    if not 1 <= draft_vocab_size < vocab_size:
-        raise ValueError(
-            f"draft_vocab_size is {draft_vocab_size}, must be 1 to {vocab_size - 1}, or null: all {vocab_size} tokens"
-        )
+        file.write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
 
 
 def read_config_json(path: Path) -> dict[str, Any]:
@@ -232,9 +195,9 @@ def read_config_json(path: Path) -> dict[str, Any]:
         ValueError: there is no file, or it holds something else.
     """
     if not path.is_file():
-        raise ValueError(f"{path.parent}: no {CONFIG_NAME}; give an exit-head directory written by `eesd distill`")
+        raise ValueError(f"{path.parent}: no {CONFIG_NAME}; give a directory that holds one")
     if path.stat().st_size > MAX_CONFIG_BYTES:
-        raise ValueError(f"{path}: {path.stat().st_size} bytes, an exit head's config has at most {MAX_CONFIG_BYTES}")
+        raise ValueError(f"{path}: {path.stat().st_size} bytes, a model's config has at most {MAX_CONFIG_BYTES}")
     try:
         raw = json.loads(path.read_bytes().decode("utf-8"))
     except UnicodeDecodeError as error:

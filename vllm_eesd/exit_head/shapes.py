@@ -6,15 +6,10 @@ from typing import Any, Protocol
 
 from vllm_eesd.exit_head.draft_vocabulary import D2T_NAME
 
-# Tensors a decoder layer has beyond the Llama set, per model_type; a model_type missing here is refused.
-EXTRA_TENSORS = {
-    "granite": (),
-    "llama": (),
-    "mistral": (),
-    "qwen2": ("self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias"),
-    "qwen3": ("self_attn.q_norm.weight", "self_attn.k_norm.weight"),
-    "qwen3_moe": ("self_attn.q_norm.weight", "self_attn.k_norm.weight"),
-}
+# Projections of a decoder layer's attention that have biases, and norms it has beyond the Llama set, per model_type; a
+# model_type missing here is refused.
+ATTENTION_BIASES = {"granite": "", "llama": "", "mistral": "", "qwen2": "qkv", "qwen3": "", "qwen3_moe": ""}
+HEAD_NORM_TYPES = {"qwen3", "qwen3_moe"}
 # model_types whose layers have experts in place of one MLP.
 EXPERT_TYPES = {"qwen3_moe"}
 
@@ -42,62 +37,58 @@ def expected_shapes(config: Head) -> dict[str, tuple[int, ...]]:
         return {}
     layer = config.transformer_layer_config
     model_type = layer.get("model_type")
-    if not isinstance(model_type, str) or model_type not in EXTRA_TENSORS:
+    if not isinstance(model_type, str) or model_type not in ATTENTION_BIASES:
         raise ValueError(
-            f"transformer_layer_config.model_type is {model_type!r:.80}, must be one of {sorted(EXTRA_TENSORS)}"
+            f"transformer_layer_config.model_type is {model_type!r:.80}, must be one of {sorted(ATTENTION_BIASES)}"
         )
-    hidden = _size(layer, "hidden_size")
-    if hidden != config.verifier.hidden_size:
+    if (hidden := _size(layer, "hidden_size")) != config.verifier.hidden_size:
         raise ValueError(
             f"transformer_layer_config.hidden_size is {hidden}, verifier.hidden_size {config.verifier.hidden_size}"
         )
-    d2t = {} if config.draft_vocab_size is None else {D2T_NAME: (config.draft_vocab_size,)}
+    if config.head_type == "mlp" and model_type in EXPERT_TYPES:
+        raise ValueError(
+            f"head_type is 'mlp', must be 'transformer' or 'deep_context' for a {model_type} target, "
+            "whose layers have experts"
+        )
+    shapes = _expert_shapes(layer, hidden) if model_type in EXPERT_TYPES else _mlp_shapes(layer, hidden)
     if config.head_type == "mlp":
-        return _mlp_head_shapes(layer, hidden) | d2t
+        shapes["input_norm.weight"] = (hidden,)
+    else:
+        shapes |= _attention_shapes(layer, hidden)
+        shapes |= {"input_layernorm.weight": (hidden,), "post_attention_layernorm.weight": (hidden,)}
+        shapes = {f"layer.{name}": shape for name, shape in shapes.items()}
+    if config.head_type == "deep_context":
+        read_again = ("layer.self_attn.k_proj.", "layer.self_attn.v_proj.")
+        shapes |= {
+            name.replace("layer.self_attn", "deep"): shape
+            for name, shape in shapes.items()
+            if name.startswith(read_again)
+        }
+        shapes["deep.inject.weight"] = (hidden, hidden)
+    if config.draft_vocab_size is not None:
+        shapes[D2T_NAME] = (config.draft_vocab_size,)
+    return shapes | {"norm.weight": (hidden,)}
+
+
+def _attention_shapes(layer: dict[str, Any], hidden: int) -> dict[str, tuple[int, ...]]:
     heads = _size(layer, "num_attention_heads")
     kv_heads = _size(layer, "num_key_value_heads", heads)
     head_dim = _size(layer, "head_dim", max(1, hidden // heads))
-    shapes = {
-        "self_attn.q_proj.weight": (heads * head_dim, hidden),
-        "self_attn.k_proj.weight": (kv_heads * head_dim, hidden),
-        "self_attn.v_proj.weight": (kv_heads * head_dim, hidden),
-        "self_attn.o_proj.weight": (hidden, heads * head_dim),
-        **(_expert_shapes(layer, hidden) if model_type in EXPERT_TYPES else _mlp_shapes(layer, hidden)),
-        "input_layernorm.weight": (hidden,),
-        "post_attention_layernorm.weight": (hidden,),
-    }
-    extra = list(EXTRA_TENSORS[model_type])
-    biased = [name for name, flag in (("self_attn", "attention_bias"), ("mlp", "mlp_bias")) if layer.get(flag)]
-    extra += [n.replace(".weight", ".bias") for n in shapes if n.endswith("_proj.weight") and n.split(".")[0] in biased]
-    for name in extra:
-        shapes[name] = shapes[name.replace(".bias", ".weight")][:1] if name.endswith(".bias") else (head_dim,)
-    named = {f"layer.{name}": shape for name, shape in shapes.items()} | {"norm.weight": (hidden,)}
-    if config.head_type == "deep_context":
-        second = ("k_proj.weight", "k_proj.bias", "v_proj.weight", "v_proj.bias")
-        named |= {f"deep.{n}": shapes[f"self_attn.{n}"] for n in second if f"self_attn.{n}" in shapes}
-        named["deep.inject.weight"] = (hidden, hidden)
-    return named | d2t
-
-
-def _mlp_head_shapes(layer: dict[str, Any], hidden: int) -> dict[str, tuple[int, ...]]:
-    if layer["model_type"] in EXPERT_TYPES:
-        raise ValueError(
-            f"head_type is 'mlp', must be 'transformer' or 'deep_context' for a {layer['model_type']} target, "
-            "whose layers have experts"
-        )
-    shapes = _mlp_shapes(layer, hidden)
-    if layer.get("mlp_bias"):
-        shapes |= {name.replace(".weight", ".bias"): shape[:1] for name, shape in shapes.items()}
-    return shapes | {"input_norm.weight": (hidden,), "norm.weight": (hidden,)}
+    widths = {"q": heads * head_dim, "k": kv_heads * head_dim, "v": kv_heads * head_dim}
+    shapes = {f"self_attn.{name}_proj.weight": (width, hidden) for name, width in widths.items()}
+    shapes["self_attn.o_proj.weight"] = (hidden, widths["q"])
+    biased = "qkvo" if layer.get("attention_bias") else ATTENTION_BIASES[layer["model_type"]]
+    shapes |= {f"self_attn.{name}_proj.bias": shapes[f"self_attn.{name}_proj.weight"][:1] for name in biased}
+    if layer["model_type"] in HEAD_NORM_TYPES:
+        shapes |= {"self_attn.q_norm.weight": (head_dim,), "self_attn.k_norm.weight": (head_dim,)}
+    return shapes
 
 
 def _mlp_shapes(layer: dict[str, Any], hidden: int) -> dict[str, tuple[int, ...]]:
     inner = _size(layer, "intermediate_size")
-    return {
-        "mlp.gate_proj.weight": (inner, hidden),
-        "mlp.up_proj.weight": (inner, hidden),
-        "mlp.down_proj.weight": (hidden, inner),
-    }
+    shapes = {"gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner)}
+    biases = {f"mlp.{name}.bias": shape[:1] for name, shape in shapes.items() if layer.get("mlp_bias")}
+    return {f"mlp.{name}.weight": shape for name, shape in shapes.items()} | biases
 
 
 def _expert_shapes(layer: dict[str, Any], hidden: int) -> dict[str, tuple[int, ...]]:
