@@ -100,14 +100,14 @@ COMMANDS = [
     Command(
         "trace",
         "one generation as a page: its text round by round, and where time went",
-        "vllm_eesd.view.flags:trace",
-        "vllm_eesd.view.trace:run",
+        "vllm_eesd.bench.flags:trace",
+        "vllm_eesd.bench.trace:run",
     ),
     Command(
         "top",
         "a server's acceptance, draft lengths, goodput and speedup, live",
-        "vllm_eesd.view.flags:top",
-        "vllm_eesd.view.top:run",
+        "vllm_eesd.bench.flags:top",
+        "vllm_eesd.bench.top:run",
     ),
     Command(
         "doctor",

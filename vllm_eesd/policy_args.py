@@ -21,7 +21,7 @@ class PolicyArgs:
         uses_ngrams: whether the policy may submit n-gram continuations instead of drafts.
         prior_key: whose learned prior a request starts from: everybody's, or its LoRA adapter's.
         state_file: where learned state is kept over restarts; None: nowhere.
-        trace_file: where rounds are written, see `vllm_eesd.round_trace`; None: nowhere.
+        trace_file: where rounds are written, see `vllm_eesd.traces.rounds`; None: nowhere.
     Raises:
         ValueError: one line: the setting, its value, what is allowed. Nothing is read or written to find out.
     """

@@ -14,7 +14,7 @@ from vllm_eesd.bench.engines import WORKER_EXTENSION, EngineSettings, encode_pro
 from vllm_eesd.bench.latency import check_sizes, open_console, reporting
 from vllm_eesd.bench.prompts import read_prompts
 from vllm_eesd.exit_head.checkpoint import ExitHeadConfig
-from vllm_eesd.trace import DenseTrace, RequestTrace, write_trace
+from vllm_eesd.traces.dense import DenseTrace, RequestTrace, write
 
 #: Draft lengths and batch sizes whose steps are timed; the cost model interpolates between them.
 TIMED_LENGTHS = (0, 1, 2, 3, 4, 6, 8)
@@ -35,8 +35,6 @@ def run(args: argparse.Namespace) -> int:
     settings = EngineSettings(args.model, args.head, num_speculative_tokens=args.num_speculative_tokens)
     texts = read_prompts(args.prompts)
     check_sizes(len(texts), args.batch, max_tokens=args.max_tokens)
-    output = Path(args.output)
-    output.parent.mkdir(parents=True, exist_ok=True)
     console = open_console()
     with reporting(console) as progress:
         _, prompts, max_model_len = encode_prompts(settings.model, texts, args.max_tokens, progress)
@@ -55,10 +53,10 @@ def run(args: argparse.Namespace) -> int:
     prior = ExitHeadConfig.load(head).prior
     depth = settings.num_speculative_tokens
     name = Path(args.model).resolve().name if Path(args.model).exists() else args.model
-    write_trace(output, DenseTrace(name, args.workload, depth, costs, requests, (prior.alpha, prior.beta)))
+    write(args.output, DenseTrace(name, args.workload, depth, costs, requests, (prior.alpha, prior.beta)))
     matches = np.concatenate([request.matches for request in requests])
-    console.print(f"wrote {output}: {len(matches)} positions, {matches.mean():.2f} of {depth} drafts match")
-    console.print(f"next: eesd simulate {output}", soft_wrap=True)
+    console.print(f"wrote {args.output}: {len(matches)} positions, {matches.mean():.2f} of {depth} drafts match")
+    console.print(f"next: eesd simulate {args.output}", soft_wrap=True)
     return 0
 
 

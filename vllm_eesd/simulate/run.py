@@ -16,7 +16,8 @@ from vllm_eesd.simulate.outcome import Outcome
 from vllm_eesd.simulate.peers import AdaptiveVerification, FixedLength, fit_confidence, oracle
 from vllm_eesd.simulate.replay import PolicyDrafter, replay
 from vllm_eesd.simulate.world import World
-from vllm_eesd.trace import DenseTrace, read_trace
+from vllm_eesd.traces.dense import DenseTrace
+from vllm_eesd.traces.read import read_dense
 
 #: Lengths among which the best is chosen in hindsight.
 FIXED_LENGTHS = range(9)
@@ -74,7 +75,7 @@ def load_traces(paths: list[str]) -> dict[str, DenseTrace]:
         name = Path(path).name.removesuffix(".gz").removesuffix(".jsonl")
         if name in traces or name == MIXED:
             raise ValueError(f"TRACE: two traces would be called {name!r}, rename {path}")
-        traces[name] = read_trace(path)
+        traces[name] = read_dense(path)
         if not any(len(request.matches) for request in traces[name].requests):
             raise ValueError(f"TRACE: {path} holds no emitted position")
     lengths = {trace.num_speculative_tokens for trace in traces.values()}

@@ -34,8 +34,8 @@ from vllm_eesd.round.idle import MAY_NOT_DRAFT, IdleBackoff
 from vllm_eesd.round.ngram import NgramDrafter
 from vllm_eesd.round.outcome import Learner, StepTimes
 from vllm_eesd.round.slots import PendingDrafts
-from vllm_eesd.round_trace import Drafts, Judged
-from vllm_eesd.trace import DenseRecorder
+from vllm_eesd.traces.dense import DenseRecorder
+from vllm_eesd.traces.rounds import Drafts, Judged
 
 logger = init_logger("vllm.eesd")
 
@@ -275,9 +275,7 @@ class EarlyExitProposer:
         self._pending.keep(round_)
         return drafts
 
-    def _end_round(
-        self, step: V1Step, round_: DraftRound, drafts: list[list[int]], began: tuple[float, float]
-    ) -> None:
+    def _end_round(self, step: V1Step, round_: DraftRound, drafts: list[list[int]], began: tuple[float, float]) -> None:
         """Note what the round took, and decide whether to skip the next ones.
 
         Args:

@@ -20,7 +20,7 @@ from vllm_eesd.round.draft import DraftRound
 from vllm_eesd.round.outcome import Learner, StepTimes
 from vllm_eesd.round.requests import NewRequest, RunningRequests
 from vllm_eesd.round.slots import PendingDrafts
-from vllm_eesd.round_trace import Drafts
+from vllm_eesd.traces.rounds import Drafts
 
 #: With tensor parallelism rank 0's times go to all ranks once in so many steps, a message on the host each time.
 SHARE_TIMES_EVERY = 16

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from vllm_eesd.host.v2.readback import RoundTimes, copy_to_host
-from vllm_eesd.round_trace import Judged, Verdict
+from vllm_eesd.traces.rounds import Judged, Verdict
 
 
 def tokens_of_step(drafts: torch.Tensor, last_sampled: torch.Tensor, num_sampled: torch.Tensor) -> torch.Tensor:
