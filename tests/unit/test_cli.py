@@ -60,7 +60,7 @@ def test_each_implementation_exists(module):
 
 
 def test_every_command_is_among_them():
-    assert {command.implementation for command in cli.COMMANDS} == {f"{module}:run" for module in MINIMAL}
+    assert {f"vllm_eesd.{command.module}" for command in cli.COMMANDS} == set(MINIMAL)
 
 
 @pytest.mark.parametrize(("argv", "heavy"), [(["--help"], {"pydantic", "torch"}), (["distill", "--help"], {"torch"})])
@@ -68,6 +68,15 @@ def test_help_imports_nothing_heavy(argv, heavy):
     code = f"from vllm_eesd import cli\ntry: cli.main({argv})\nexcept SystemExit: import sys; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert not heavy & set(done.stdout.splitlines()[-1].split())
+
+
+def test_help_tells_every_default_once(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["bench", "latency", "--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    for told in ("(default 5)", "(default 1,4)", "(default plain,eesd,ngram)", "(default goodput)"):
+        assert shown.count(told) == 1
+    assert "None" not in shown and "False" not in shown
 
 
 def test_latency_lists_are_parsed(implementation):

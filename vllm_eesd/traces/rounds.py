@@ -111,13 +111,7 @@ def parse(lines: list[bytes]) -> Iterator[Round | None]:
 
 
 class Judged(NamedTuple):
-    """One batch row whose draft the target just judged.
-
-    Attributes:
-        request_id: the engine's id.
-        draft: the draft tokens judged.
-        emitted: the accepted ones and the target's own next token.
-    """
+    """One batch row whose draft the target just judged; `emitted` are the accepted tokens and the target's own."""
 
     request_id: str
     draft: list[int]
@@ -125,29 +119,17 @@ class Judged(NamedTuple):
 
 
 class Drafts(NamedTuple):
-    """How the drafts of a step's rows were made.
+    """How the drafts of a step's rows were made."""
 
-    Attributes:
-        slots: [num_rows] int64, the policy's slot of each.
-        confidences: [num_rows, any] float32, of the draft tokens; NaN if unknown.
-        from_ngrams: [num_rows] bool, whose are n-gram drafts.
-    """
-
-    slots: np.ndarray
-    confidences: np.ndarray
-    from_ngrams: np.ndarray
+    slots: np.ndarray  # [num_rows] int64, the policy's slot of each
+    confidences: np.ndarray  # [num_rows, any] float32, of the draft tokens; NaN if unknown
+    from_ngrams: np.ndarray  # [num_rows] bool, whose are n-gram drafts
 
 
 class Verdict(NamedTuple):
-    """What became of a step's rounds, where that is known only after the step.
+    """What became of a step's rounds, where that is known only after the step; times as in `Round`."""
 
-    Attributes:
-        rows: [len(judged)] int64, which of the step's slots they are.
-        judged: the rows that decoded.
-        draft_steps_ms, draft_rest_ms, verify_ms: see `Round`.
-    """
-
-    rows: np.ndarray
+    rows: np.ndarray  # [len(judged)] int64, which of the step's slots decoded
     judged: list[Judged]
     draft_steps_ms: list[float]
     draft_rest_ms: float
@@ -167,7 +149,6 @@ class RoundTrace:
     """Appends rounds to a file; formatting and writing happen in a thread of its own, off the engine's path.
 
     Args:
-        path: appended to.
         header: further fields of the header line, as JSON takes them.
         max_bytes: the file's size at which writing ends.
     """
@@ -196,12 +177,10 @@ class RoundTrace:
         """Take in one step's rounds, before the policy learns of their outcome.
 
         Args:
-            judged: the rows that decoded.
-            drafts: theirs.
+            judged, drafts: of the rows that decoded.
             policy: still holds the beliefs the drafts were made with.
             drafted_s: when drafting ended and the step began, `time.perf_counter()`.
-            draft_steps_ms: of each draft step.
-            draft_rest_ms: of drafting outside its steps.
+            draft_steps_ms, draft_rest_ms: see `Round`.
         """
         began_s = drafted_s - (sum(draft_steps_ms) + draft_rest_ms) / 1e3
         verify_ms = (time.perf_counter() - drafted_s) * 1e3
@@ -277,7 +256,7 @@ def _open(path: str) -> FileIO:
     # Unbuffered: what a full disk refused must not be tried again when the file is closed.
     file = open(path, "ab", buffering=0, opener=lambda name, flags: os.open(name, flags, 0o600))
     if os.path.isfile(path) and os.path.getsize(path):
-        with suppress(PermissionError), open(path, "rb") as written:
+        with suppress(OSError), open(path, "rb") as written:  # of a full disk the header's writing says so
             written.seek(-1, os.SEEK_END)
             if written.read() != b"\n":
                 file.write(b"\n")
