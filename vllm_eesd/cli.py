@@ -81,7 +81,7 @@ def build_parser() -> argparse.ArgumentParser:
         if group and measurements is None:
             bench = commands.add_parser(group, help="measure")
             measurements = bench.add_subparsers(title="measurements", metavar="MEASUREMENT", required=True)
-        subparser = (measurements if group else commands).add_parser(name, help=command.help)
+        subparser = (measurements if group else commands).add_parser(name, help=command.help, description=command.help)
         module = f"{vllm_eesd.__name__}.{command.module}"
         subparser.flags = f"{module.rpartition('.')[0]}.flags", command.flags
         subparser.set_defaults(implementation=module)

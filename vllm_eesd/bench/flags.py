@@ -36,9 +36,10 @@ def throughput(parser: argparse.ArgumentParser) -> None:
 def sweep(parser: argparse.ArgumentParser) -> None:
     """Flags of `vllm_eesd.bench.sweep`."""
     measured(parser, rounds=3)
-    parser.add_argument("--exit-layers", type=words, default=["head"], metavar="N,...", help="headless; or head")
+    text = "layers to draft headless from, or head: the head's own"
+    parser.add_argument("--exit-layers", type=words, default=["head"], metavar="N,...", help=text)
     parser.add_argument("--lengths", type=positive_list, default=[2, 4, 8], metavar="K,...", help="longest drafts")
-    parser.add_argument("--policies", type=words, default=["goodput", "fixed"], metavar="P,...", help="each of them")
+    parser.add_argument("--policies", type=words, default=["goodput", "fixed"], metavar="P,...", help="policies")
     parser.add_argument("--batch", type=positive_list, default=[1], metavar="B,...", help="batch sizes")
 
 
@@ -106,7 +107,7 @@ def compared(parser: argparse.ArgumentParser) -> None:
 
 def temperature(parser: argparse.ArgumentParser) -> None:
     """Of sampling."""
-    text = "of every request; above 0 outputs are not compared"
+    text = "of every request; above 0 it samples"
     parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help=text)
 
 

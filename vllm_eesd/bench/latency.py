@@ -19,6 +19,7 @@ from vllm_eesd.bench.engines import METHODS, OURS, EngineSettings, encode_prompt
 from vllm_eesd.bench.hardware import provenance
 from vllm_eesd.bench.measure import Engine, Work, measure, rows
 from vllm_eesd.bench.prompts import chosen_file, read_prompts
+from vllm_eesd.files import write_whole
 
 
 def run(args: argparse.Namespace) -> int:
@@ -141,5 +142,4 @@ def report_gate(results: list[dict[str, Any]], console: Console) -> int:
 
 
 def write_json(path: Path, content: Any) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(content, indent=1) + "\n")
+    write_whole(path, json.dumps(content, indent=1) + "\n")
