@@ -58,7 +58,8 @@ def main(argv: list[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         if os.environ.get("EESD_DEBUG") == "1":
             raise
-        print(f"eesd: error: {' '.join(str(error).split())}", file=sys.stderr)
+        # A config's errors name the plugin, for they stand in vLLM's log too.
+        print(f"eesd: error: {' '.join(str(error).split()).removeprefix('eesd: ')}", file=sys.stderr)
         return USER_ERROR
     except ModuleNotFoundError as error:
         if (error.name or vllm_eesd.__name__).split(".")[0] == vllm_eesd.__name__:

@@ -17,8 +17,9 @@ from rich.table import Table
 
 from vllm_eesd.bench.engines import METHODS, OURS, EngineSettings, encode_prompts, running_engines
 from vllm_eesd.bench.hardware import provenance
-from vllm_eesd.bench.measure import Engine, Work, measure, rows
+from vllm_eesd.bench.measure import Work, measure, rows
 from vllm_eesd.bench.prompts import chosen_file, read_prompts
+from vllm_eesd.bench.vllm_engine import VllmEngine
 from vllm_eesd.files import write_whole
 
 
@@ -49,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def latency_rows(
-    engines: Mapping[str, Engine], settings: EngineSettings, work: Work, batch: int, progress: Callable[[str], None]
+    engines: Mapping[str, VllmEngine], settings: EngineSettings, work: Work, batch: int, progress: Callable[[str], None]
 ) -> list[dict[str, Any]]:
     """Return a row per engine of prompts generated `batch` at a time, with everything that says how it was measured."""
     sizes = {"batch": batch, "max_tokens": work.max_tokens, "rounds": work.rounds}

@@ -31,7 +31,7 @@ class Served:
 
 
 class VllmEngine:
-    """A `vllm.LLM` with the interface that `measure` wants (`measure.Engine`).
+    """A `vllm.LLM` as what is measured: generation of exactly `max_tokens` tokens per prompt.
 
     Args:
         llm: the engine.
@@ -49,7 +49,7 @@ class VllmEngine:
         return VllmEngine(self._llm, self._drafts, temperature)
 
     def generate(self, prompts: list[list[int]], max_tokens: int, **params: Any) -> list[list[int]]:
-        """Return each prompt's new tokens.
+        """Return each prompt's new tokens; the prompts run as one batch. This call is what the clock sees.
 
         Args:
             params: further ones of `vllm.SamplingParams`.
@@ -62,6 +62,7 @@ class VllmEngine:
         return [list(output.outputs[0].token_ids) for output in outputs]
 
     def stream(self, prompts: list[list[int]], max_tokens: int) -> Iterator[list[tuple[int, list[int]]]]:
+        """Yield (prompt index, new tokens) of every engine step."""
         from vllm.inputs import tokens_input
         from vllm.sampling_params import RequestOutputKind
 
@@ -73,7 +74,7 @@ class VllmEngine:
             yield [(int(output.request_id), list(output.outputs[0].token_ids)) for output in engine.step()]
 
     def serve(self, prompts: list[list[int]], arrivals: list[float], max_tokens: int) -> list[Served]:
-        """Generate as requests arrive; see `vllm_eesd.bench.throughput.Server`."""
+        """Generate exactly `max_tokens` tokens for each prompt, which arrives at its time in seconds."""
         from vllm.inputs import tokens_input
         from vllm.sampling_params import RequestOutputKind
 
@@ -92,6 +93,7 @@ class VllmEngine:
         return served
 
     def forget_prefixes(self) -> None:
+        """Empty the prefix cache, so that no prompt is free because it ran before."""
         if not self._llm.reset_prefix_cache():
             raise RuntimeError("the prefix cache could not be emptied: a request still holds blocks of it")
 
@@ -100,6 +102,7 @@ class VllmEngine:
             self.ask("eesd_reset_stats")
 
     def statistics(self) -> Mapping[str, Any] | None:
+        """Return the drafter's counters since the reset, None if it keeps none."""
         return self.ask("eesd_stats") if self._drafts else None
 
     def take_rounds(self) -> list[Mapping[str, Any]]:

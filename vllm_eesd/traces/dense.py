@@ -170,12 +170,14 @@ def as_served(trace: DenseTrace, request: RequestTrace) -> list[Round]:
     while position < len(request.matches):
         accepted = int(request.matches[position])
         emitted = request.emitted[position + 1 : position + accepted + 2].tolist()
+        if len(emitted) <= accepted:
+            break  # the text ends within the round
         rounds.append(
             Round(
                 request="",
                 at_s=len(rounds) * total_ms / 1e3,
                 draft=emitted[:accepted] + [UNKNOWN] * (depth - accepted),
-                confidences=request.confidences[position].tolist(),
+                confidences=request.confidences[position].astype(np.float64).round(3).tolist(),
                 copied=False,
                 accepted=accepted,
                 emitted=emitted,

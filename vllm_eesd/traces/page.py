@@ -90,7 +90,8 @@ def times(record: SpelledRound) -> tuple[float, float]:
 def _shown(record: SpelledRound) -> dict[str, Any]:
     """What the page's script shows of a round."""
     draft_ms, verify_ms = times(record)
-    return record | {"draft_ms": draft_ms, "verify_ms": verify_ms, "num_emitted": len(record["emitted"])}
+    shown = {name: value for name, value in record.items() if name not in ("request", "draft", "emitted")}
+    return shown | {"draft_ms": draft_ms, "verify_ms": verify_ms, "num_emitted": len(record["emitted"])}
 
 
 def _round(number: int, record: SpelledRound) -> str:
@@ -115,7 +116,7 @@ def _timeline(rounds: Sequence[SpelledRound]) -> str:
     starts = [record["at_s"] * 1e3 - rounds[0]["at_s"] * 1e3 for record in rounds]
     total = starts[-1] + sum(times(rounds[-1]))
     lengths = sorted(sum(times(record)) for record in rounds)
-    width = total / lengths[len(lengths) // 2] * ROUND_PX
+    width = total / (lengths[len(lengths) // 2] or 1.0) * ROUND_PX
     unit = TOKENS_HEIGHT / max(len(record["emitted"]) for record in rounds)
     bars = []
     for number, (start, record) in enumerate(zip(starts, rounds, strict=True)):

@@ -21,14 +21,15 @@ import logging
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from io import FileIO
-from itertools import pairwise, takewhile
-from typing import Any, NamedTuple
+from itertools import pairwise
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
-from pydantic import ConfigDict, NonNegativeInt, TypeAdapter
+from pydantic import ConfigDict, Field, NonNegativeInt, TypeAdapter
 from scipy.special import betaincinv
 from typing_extensions import TypedDict
 
@@ -47,6 +48,8 @@ MAX_WAITING = 100_000
 INTERVAL = (0.05, 0.95)
 #: Instead of a draft token's id where that was not recorded; no engine writes it.
 UNKNOWN = -1
+
+TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
 
 logger = logging.getLogger(__name__)
 
@@ -73,11 +76,11 @@ class Round(TypedDict):
 
     request: str
     at_s: float
-    draft: list[int]
+    draft: list[TokenId]
     confidences: list[float | None]
     copied: bool
     accepted: NonNegativeInt
-    emitted: list[int]
+    emitted: list[TokenId]
     batch: int
     draft_steps_ms: list[float]
     draft_rest_ms: float
@@ -157,8 +160,8 @@ class RoundTrace:
         self._file = _open(path)
         self._path, self._max_bytes = path, max_bytes
         self._began_s = time.perf_counter()
-        self._waiting: list[_Step] = []
-        self._lock, self._flushing = threading.Lock(), threading.Lock()
+        self._waiting: deque[_Step] = deque()
+        self._flushing = threading.Lock()
         self._closing = threading.Event()
         self._write_lines([{"format": FORMAT, "version": VERSION, **header}])
         self._writer = threading.Thread(target=self._write_on, name="eesd-round-trace", daemon=True)
@@ -210,10 +213,8 @@ class RoundTrace:
             "plain_ms": float(policy.costs.verify_curve(num_reqs, 0)[0]),
             "draft_step_ms": float(policy.costs.draft_curve(num_reqs)[num_reqs]),
         }
-        step = _Step(verdict, drafts, policy.posterior_of(drafts.slots), shared)
-        with self._lock:
-            if len(self._waiting) < MAX_WAITING:
-                self._waiting.append(step)
+        if len(self._waiting) < MAX_WAITING:
+            self._waiting.append(_Step(verdict, drafts, policy.posterior_of(drafts.slots), shared))
 
     def close(self) -> None:
         """Write what waits and end; a second call changes nothing."""
@@ -229,12 +230,10 @@ class RoundTrace:
 
     def _flush(self) -> None:
         with self._flushing:
-            with self._lock:
-                waiting = list(self._waiting)
+            known = []
             # In order: what follows a step that is under way waits with it.
-            known = list(takewhile(lambda pair: pair[1] is not None, ((step, step.verdict()) for step in waiting)))
-            with self._lock:
-                del self._waiting[: len(known)]
+            while self._waiting and (verdict := self._waiting[0].verdict()) is not None:
+                known.append((self._waiting.popleft(), verdict))
             if self._max_bytes and known:
                 self._write_lines(line for step, verdict in known for line in _lines(step, verdict))
 
