@@ -37,7 +37,7 @@ setup(
     packages=find_packages(include=["vllm_eesd", "vllm_eesd.*"])
     + ["vllm_eesd.kernels", *(f"vllm_eesd.kernels.{shelf}" for shelf in find_packages("kernels"))],
     package_dir={"vllm_eesd.kernels": "kernels"},
-    package_data={"vllm_eesd.view": ["*.html"]},
+    package_data={"vllm_eesd.traces": ["*.html"]},
     # torch and vLLM are left to the extras: which build fits depends on the machine.
     install_requires=[
         "numba>=0.61",

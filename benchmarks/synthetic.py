@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from vllm_eesd.trace import DenseTrace, RequestTrace
+from vllm_eesd.traces.dense import DenseTrace, RequestTrace
 
 #: Acceptance of a first draft token in each regime, by how far apart the regimes are.
 SPREADS = {"narrow": (0.6, 0.7, 0.8), "medium": (0.4, 0.65, 0.85), "wide": (0.1, 0.6, 0.92)}

@@ -19,115 +19,47 @@ class Command(NamedTuple):
 
     Attributes:
         name: as typed, `bench` and a measurement in two words.
+        module: of this package; its `run` takes the arguments.
+        flags: the function that adds its flags to a parser, in `flags.py` beside that module.
         help: its line in the list of commands.
-        flags: "module:function" that adds its flags to a parser.
-        implementation: "module:function" that runs it.
     """
 
     name: str
-    help: str
+    module: str
     flags: str
-    implementation: str
+    help: str
 
 
 COMMANDS = [
+    Command("demo", "bench.demo", "demo", "complete held-out code with plain vLLM and with EESD, side by side"),
+    Command("bench latency", "bench.latency", "latency", "tokens per second of several methods, in one run"),
+    Command("bench throughput", "bench.throughput", "throughput", "requests that arrive at random, at several rates"),
+    Command("bench sweep", "bench.sweep", "sweep", "exit layer x longest draft x policy, each against plain"),
+    Command("probe", "distill.probe", "probe", "say, without training, whether and from which layer drafting will pay"),
+    Command("distill", "distill.run", "distill", "train an exit head for a frozen target"),
+    Command("calibrate", "distill.calibrate", "calibrate", "measure what a head's confidences mean, and store it"),
+    Command("import", "distill.import_head", "import_head", "turn a Balcony or Kangaroo checkpoint into an exit head"),
+    Command("trace", "bench.trace", "trace", "one generation as a page: its text round by round, and where time went"),
     Command(
-        "demo",
-        "complete held-out code with plain vLLM and with EESD, side by side",
-        "vllm_eesd.bench.flags:demo",
-        "vllm_eesd.bench.demo:run",
+        "trace-record", "bench.trace_record", "trace_record", "record what drafts are worth, for simulate and plan"
     ),
-    Command(
-        "bench latency",
-        "tokens per second of several methods, interleaved in one run",
-        "vllm_eesd.bench.flags:latency",
-        "vllm_eesd.bench.latency:run",
-    ),
-    Command(
-        "bench throughput",
-        "requests that arrive at random, at several rates",
-        "vllm_eesd.bench.flags:throughput",
-        "vllm_eesd.bench.throughput:run",
-    ),
-    Command(
-        "bench sweep",
-        "exit layer x longest draft x policy, each against plain",
-        "vllm_eesd.bench.flags:sweep",
-        "vllm_eesd.bench.sweep:run",
-    ),
-    Command(
-        "probe",
-        "say, without training, whether and from which layer drafting will pay",
-        "vllm_eesd.distill.flags:probe",
-        "vllm_eesd.distill.probe:run",
-    ),
-    Command(
-        "distill",
-        "train an exit head for a frozen target",
-        "vllm_eesd.distill.flags:distill",
-        "vllm_eesd.distill.run:run",
-    ),
-    Command(
-        "trace-record",
-        "record what drafts are worth at every position, for simulate",
-        "vllm_eesd.bench.flags:trace_record",
-        "vllm_eesd.bench.trace_record:run",
-    ),
-    Command(
-        "simulate",
-        "replay recorded acceptance under every draft-length policy",
-        "vllm_eesd.simulate.flags:simulate",
-        "vllm_eesd.simulate.run:run",
-    ),
-    Command(
-        "plan",
-        "what recorded acceptance would be worth on another machine and model",
-        "vllm_eesd.simulate.flags:plan",
-        "vllm_eesd.simulate.plan:run",
-    ),
-    Command(
-        "calibrate",
-        "measure what a head's confidences mean; writes into the head",
-        "vllm_eesd.distill.flags:calibrate",
-        "vllm_eesd.distill.calibrate:run",
-    ),
-    Command(
-        "import",
-        "turn a Balcony or Kangaroo checkpoint into an exit head",
-        "vllm_eesd.distill.flags:import_head",
-        "vllm_eesd.distill.import_head:run",
-    ),
-    Command(
-        "trace",
-        "one generation as a page: its text round by round, and where time went",
-        "vllm_eesd.view.flags:trace",
-        "vllm_eesd.view.trace:run",
-    ),
-    Command(
-        "top",
-        "a server's acceptance, draft lengths, goodput and speedup, live",
-        "vllm_eesd.view.flags:top",
-        "vllm_eesd.view.top:run",
-    ),
-    Command(
-        "doctor",
-        "tell whether EESD can run here, and what to do if not",
-        "vllm_eesd.flags:doctor",
-        "vllm_eesd.doctor:run",
-    ),
+    Command("simulate", "simulate.run", "simulate", "replay recorded acceptance under every draft-length policy"),
+    Command("plan", "simulate.plan", "plan", "what recorded acceptance would be worth on another machine and model"),
+    Command("top", "bench.top", "top", "a server's acceptance, draft lengths, goodput and speedup, live"),
+    Command("doctor", "doctor", "doctor", "tell whether EESD can run here, and what to do if not"),
 ]
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run one subcommand and return its exit code; a user's mistake is one line on stderr and 2."""
     args = build_parser().parse_args(argv)
-    module, function = args.implementation.split(":")
     try:
-        return getattr(importlib.import_module(module), function)(args)
+        return importlib.import_module(args.implementation).run(args)
     except (ValueError, OSError) as error:
         if os.environ.get("EESD_DEBUG") == "1":
             raise
-        print(f"eesd: error: {' '.join(str(error).split())}", file=sys.stderr)
+        # A config's errors name the plugin, for they stand in vLLM's log too.
+        print(f"eesd: error: {' '.join(str(error).split()).removeprefix('eesd: ')}", file=sys.stderr)
         return USER_ERROR
     except ModuleNotFoundError as error:
         if (error.name or vllm_eesd.__name__).split(".")[0] == vllm_eesd.__name__:
@@ -150,20 +82,36 @@ def build_parser() -> argparse.ArgumentParser:
         if group and measurements is None:
             bench = commands.add_parser(group, help="measure")
             measurements = bench.add_subparsers(title="measurements", metavar="MEASUREMENT", required=True)
-        subparser = (measurements if group else commands).add_parser(name, help=command.help)
-        subparser.flags = command.flags
-        subparser.set_defaults(implementation=command.implementation)
+        subparser = (measurements if group else commands).add_parser(name, help=command.help, description=command.help)
+        module = f"{vllm_eesd.__name__}.{command.module}"
+        subparser.flags = f"{module.rpartition('.')[0]}.flags", command.flags
+        subparser.set_defaults(implementation=module)
     return parser
+
+
+class _Help(argparse.HelpFormatter):
+    """Tells every default that a flag's own text does not tell."""
+
+    def _get_help_string(self, action):
+        default, text = action.default, action.help or ""
+        if default is None or default is False or default == argparse.SUPPRESS or "default" in text:
+            return text
+        shown = ",".join(map(str, default)) if isinstance(default, list) else default
+        return f"{text} (default {shown})"
 
 
 class _Parser(argparse.ArgumentParser):
     """Adds its flags when it is first used, and reports a wrong argument in one line, as every other user error."""
 
-    flags: str | None = None
+    #: Module, and function that adds them.
+    flags: tuple[str, str] | None = None
+
+    def __init__(self, **settings):
+        super().__init__(formatter_class=_Help, **settings)
 
     def parse_known_args(self, args=None, namespace=None):
         if self.flags is not None:
-            (module, function), self.flags = self.flags.split(":"), None
+            (module, function), self.flags = self.flags, None
             getattr(importlib.import_module(module), function)(self)
         return super().parse_known_args(args, namespace)
 

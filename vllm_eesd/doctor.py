@@ -1,4 +1,4 @@
-"""`eesd doctor`: whether EESD can run here, and what to do if it cannot.
+"""`eesd doctor`: whether EESD can run here, and what to do if it cannot; `vllm collect-env` lists what is installed.
 
 Nothing here may crash where vLLM, torch or a neighbour of theirs is missing or broken: each is asked for inside a
 probe.
@@ -9,12 +9,13 @@ from __future__ import annotations
 import importlib
 import json
 import os
-import platform
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 
+from vllm_eesd.files import write_whole
 from vllm_eesd.host.plugin import SUPPORTED_VLLM
 
 OK, NOTE, WARNING, FAILED = "ok", "note", "warning", "failed"
@@ -27,10 +28,9 @@ SERVE_WITHOUT_ALIAS = (
 )
 INSTALL_VLLM = "pip install 'vllm-eesd[cpu]' (no GPU) or 'vllm-eesd[gpu]'"
 SUPPORTED_NOTE = f"this vllm-eesd is written for vLLM {', '.join(SUPPORTED_VLLM)}: {INSTALL_VLLM}"
-# The builds of these that pip finds are for a CUDA torch. Once it is installed, transformers imports each of the first
-# two by itself: one that does not import takes vLLM down with it.
-TORCH_COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
-IMPORTED_BY_TRANSFORMERS = TORCH_COMPANIONS[:2]
+# The builds of these that pip finds are for a CUDA torch. transformers imports them by itself wherever they are
+# installed: one that does not import takes vLLM down with it.
+TORCH_COMPANIONS = ("torchvision", "torchaudio")
 PLUGIN_GROUP, PLUGIN_NAME = "vllm.general_plugins", "eesd"
 
 
@@ -46,19 +46,16 @@ class Check:
 
 def run(args) -> int:
     """Print the report, write it to `args.json` if given, and return 1 if EESD cannot run here, else 0."""
-    checks = [Check("Python", OK, platform.python_version()), *check_vllm(), *check_torch()]
     environment, environment_check = probe_environment()
     seams, seams_check = probe_seams(environment)
-    checks += [environment_check, check_runner(environment), check_plugin(), seams_check]
-    if args.model:
-        checks += check_target(args.model)
-    checks = [check for check in checks if check]
+    found = [*check_vllm(), check_torch(), *map(check_companion, TORCH_COMPANIONS), environment_check]
+    found += [check_runner(environment), check_plugin(), seams_check, *(check_target(args.model) if args.model else ())]
+    checks = [check for check in found if check]
     able = all(check.status != FAILED for check in checks)
     print_report(checks, seams, able)
     if args.json:
         report = {"able": able, "checks": [asdict(check) for check in checks], "seams": seams}
-        Path(args.json).parent.mkdir(parents=True, exist_ok=True)
-        Path(args.json).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+        write_whole(args.json, json.dumps(report, indent=2) + "\n")
     return 0 if able else 1
 
 
@@ -82,22 +79,11 @@ def check_vllm() -> list[Check]:
     return checks
 
 
-def check_torch() -> list[Check]:
-    """torch, what must fit it, and what EESD reads of its surroundings."""
+def check_torch() -> Check:
+    """Whether torch imports and is the one the installed vLLM was built against."""
     version = installed_version("torch")
     if version is None:
-        return [Check("torch", FAILED, "not installed", "install vLLM, which brings the torch it was built for")]
-    checks = [check_torch_itself(version)]
-    checks += [check for name in TORCH_COMPANIONS if (check := check_companion(name, version))]
-    for name in ("transformers", "triton"):
-        found = installed_version(name)
-        missing = FAILED if name == "transformers" else NOTE
-        checks.append(Check(name, OK if found else missing, found or "not installed"))
-    return checks
-
-
-def check_torch_itself(version: str) -> Check:
-    """Whether torch imports and is the one the installed vLLM was built against."""
+        return Check("torch", FAILED, "not installed", "install vLLM, which brings the torch it was built for")
     if error := import_error("torch"):
         return Check("torch", FAILED, f"{version}: {error}", "use a fresh environment")
     for name in VLLM_DISTRIBUTIONS:
@@ -107,26 +93,13 @@ def check_torch_itself(version: str) -> Check:
     return Check("torch", OK, version)
 
 
-def check_companion(name: str, torch_version: str) -> Check | None:
-    """Whether an installed torchvision, torchaudio or torchcodec was built for this torch; None where it is absent."""
+def check_companion(name: str) -> Check | None:
+    """An installed torchvision or torchaudio that does not import, None if it does or is absent."""
     version = installed_version(name)
-    if version is None:
+    if version is None or not (error := import_error(name)):
         return None
-    reason = companion_mismatch(name, version, torch_version)
-    error = import_error(name)
-    if not reason and not error:
-        return Check(name, OK, version)
-    advice = f"EESD does not need it: pip uninstall {name} (or install the build made for torch {torch_version})"
-    status = FAILED if error and name in IMPORTED_BY_TRANSFORMERS else WARNING
-    return Check(name, status, f"{version}: {reason or error}", advice)
-
-
-def companion_mismatch(name: str, version: str, torch_version: str) -> str:
-    """Why this build was not made for that torch, from version labels and metadata; "" where nothing says so."""
-    if torch_version.endswith("+cpu") != version.endswith("+cpu"):
-        return f"not the build for torch {torch_version}"
-    wanted = unmet_requirement(name, "torch", torch_version)
-    return f"needs torch{wanted}, not {torch_version}" if wanted else ""
+    advice = f"EESD does not need it: pip uninstall {name} (or install the build made for this torch)"
+    return Check(name, FAILED, f"{version}: {error}", advice)
 
 
 def probe_environment():
@@ -136,7 +109,7 @@ def probe_environment():
 
         environment = read_environment()
     except Exception as error:
-        advice = "mend the installation first: the lines above say what does not fit"
+        advice = "repair the installation first: the other lines say what does not fit"
         return None, Check("import vllm", FAILED, one_line(error), advice)
     if environment.platform == "cpu":
         return environment, Check("platform", OK, "cpu")
@@ -234,7 +207,7 @@ def check_target(model: str) -> list[Check]:
 
 
 def print_report(checks: list[Check], seams: list[dict], able: bool) -> None:
-    """Two tables and one line of verdict on stdout."""
+    """A table, the seams that do not fit, and one line of verdict, on stdout."""
     from rich import box
     from rich.console import Console
     from rich.markup import escape
@@ -248,18 +221,11 @@ def print_report(checks: list[Check], seams: list[dict], able: bool) -> None:
         found = escape(check.found) + (f"\n[bold]-> {escape(check.advice)}[/]" if check.advice else "")
         table.add_row(check.name, f"[{STYLES[check.status]}]{check.status}[/]", found)
     console.print(table)
-    if seams:
-        table = Table(title="Seams into vLLM", box=box.SIMPLE_HEAD, title_justify="left")
-        for column in ("fits", "where", "seam"):
-            table.add_column(column, overflow="fold")
-        for seam in seams:
-            remark = seam["unneeded"] or seam["reason"]
-            fits = "[green]yes[/]" if seam["ok"] else "[dim]no[/]" if seam["unneeded"] else "[bold red]no[/]"
-            table.add_row(
-                fits, seam["place"], escape(seam["target"]) + (f"\n[bold]-> {escape(remark)}[/]" if remark else "")
-            )
-        console.print(table)
-    console.print("EESD can run here." if able else "EESD cannot run here: mend what is marked failed, then ask again.")
+    for seam in seams:
+        if not seam["ok"]:
+            console.print(escape(f"{seam['place']}, {seam['target']}: {seam['unneeded'] or seam['reason']}"))
+    verdict = "EESD can run here." if able else "EESD cannot run here: repair what is marked failed, then ask again."
+    console.print(verdict)
 
 
 def plugin_entries() -> metadata.EntryPoints:
@@ -277,26 +243,20 @@ def installed_version(distribution: str) -> str | None:
 
 def requirements(distribution: str) -> list[str]:
     """What a distribution requires, as its metadata says it."""
-    try:
-        return metadata.requires(distribution) or []
-    except metadata.PackageNotFoundError:
-        return []
+    return metadata.requires(distribution) or [] if installed_version(distribution) else []
 
 
 def unmet_requirement(distribution: str, name: str, version: str) -> str:
     """What a distribution asks of another's version and does not get, as in "==2.13.0"; "" where it is content."""
-    try:
-        from packaging.requirements import Requirement
-    except ImportError:  # transformers brings packaging: without it vLLM does not run, and is reported, anyway
-        return ""
     for line in requirements(distribution):
-        try:
+        # Without packaging vLLM does not run, and is reported; a version that is not PEP 440's says nothing.
+        with suppress(ImportError, ValueError):
+            from packaging.requirements import Requirement
+
             wanted = Requirement(line)
             applies = wanted.name == name and (wanted.marker is None or wanted.marker.evaluate({"extra": ""}))
             if applies and not wanted.specifier.contains(version, prereleases=True):
                 return str(wanted.specifier)
-        except ValueError:  # a requirement or version that is not PEP 440's says nothing
-            continue
     return ""
 
 

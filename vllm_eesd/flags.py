@@ -11,7 +11,7 @@ from typing import Any, get_args
 
 from pydantic import BaseModel
 
-from vllm_eesd.config import EESDConfig
+from vllm_eesd.config import POLICY_NAMES, EESDConfig
 
 
 def drafting(parser: argparse.ArgumentParser) -> None:
@@ -28,8 +28,8 @@ def drafting(parser: argparse.ArgumentParser) -> None:
 
 def policy(parser: argparse.ArgumentParser) -> None:
     """Which policy: a field of `EESDConfig`."""
-    text = "how the draft length is chosen (default %(default)s)"
-    parser.add_argument("--policy", default=default(EESDConfig, "policy"), help=text)
+    names, text = ", ".join(POLICY_NAMES), "how the draft length is chosen"
+    parser.add_argument("--policy", default=default(EESDConfig, "policy"), help=f"{text}: {names}")
 
 
 def doctor(parser: argparse.ArgumentParser) -> None:

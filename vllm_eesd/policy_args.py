@@ -18,7 +18,7 @@ class PolicyArgs(BaseModel):
     Attributes:
         prior_key: whose learned prior a request starts from: everybody's, or its LoRA adapter's.
         state_file: where learned state is kept over restarts; None: nowhere.
-        trace_file: where rounds are written, see `vllm_eesd.round_trace`; None: nowhere.
+        trace_file: where rounds are written, see `vllm_eesd.traces.rounds`; None: nowhere.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)

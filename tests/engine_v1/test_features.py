@@ -253,7 +253,7 @@ def test_costs_are_known_before_the_first_request(engine, random_target, drafter
 
 
 def test_the_round_trace_holds_what_was_emitted(engine, greedy, random_target, prompts, tmp_path, drafter_of):
-    from vllm_eesd.round_trace import read_rounds
+    from vllm_eesd.traces.read import read as read_rounds
 
     path = tmp_path / "rounds.jsonl"
     spec = SPEC | {"exit_layer": 4, "policy": "confidence", "policy_args": {"trace_file": str(path)}}

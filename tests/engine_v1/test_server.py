@@ -195,7 +195,7 @@ def test_it_really_speculates(server, client):
 
 
 def test_eesd_counts_are_at_the_metrics_endpoint_and_top_shows_them(server, client):
-    from vllm_eesd.view.scrape import between, fetch, parse
+    from vllm_eesd.bench.scrape import between, fetch, parse
 
     url = f"{server}/metrics"
     # Counters of requests before this one are published within a second, on a busy machine later.

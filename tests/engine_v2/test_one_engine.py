@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from vllm_eesd.host.circuit_breaker import MAX_FAULTS, CircuitBreaker
-from vllm_eesd.round_trace import read_rounds
+from vllm_eesd.traces.read import read as read_rounds
 
 K = 4
 #: Short, so that there are few steps; prompts come in chunks.

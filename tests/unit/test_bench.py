@@ -16,7 +16,8 @@ from vllm_eesd.bench import measure as measuring
 from vllm_eesd.bench.engines import EngineSettings, fit_max_model_len
 from vllm_eesd.bench.measure import Runs, count_rounds, first_difference, measure, paired_ratios, round_statistics, rows
 from vllm_eesd.bench.prompts import read_prompts
-from vllm_eesd.bench.streaming import DraftStream, Speller
+from vllm_eesd.bench.streaming import DraftStream
+from vllm_eesd.traces.spell import Speller
 
 
 class FakeEngine:

@@ -20,8 +20,8 @@ MINIMAL = {
     "vllm_eesd.distill.calibrate": ["calibrate", "M", "H", "--data", "a.txt"],
     "vllm_eesd.distill.import_head": ["import", "M", "C", "-o", "H"],
     "vllm_eesd.distill.probe": ["probe", "M"],
-    "vllm_eesd.view.trace": ["trace", "--model", "M", "--prompt", "P", "-o", "trace.html"],
-    "vllm_eesd.view.top": ["top", "--url", "http://127.0.0.1:8000"],
+    "vllm_eesd.bench.trace": ["trace", "--model", "M", "--prompt", "P", "-o", "trace.html"],
+    "vllm_eesd.bench.top": ["top", "--url", "http://127.0.0.1:8000"],
     "vllm_eesd.simulate.plan": ["plan", "--trace", "T", "--gpu", "h200", "--exit-layer", "5"],
     "vllm_eesd.bench.trace_record": ["trace-record", "--model", "M", "--prompts", "P", "--workload", "W", "-o", "T"],
     "vllm_eesd.doctor": ["doctor"],
@@ -60,7 +60,7 @@ def test_each_implementation_exists(module):
 
 
 def test_every_command_is_among_them():
-    assert {command.implementation for command in cli.COMMANDS} == {f"{module}:run" for module in MINIMAL}
+    assert {f"vllm_eesd.{command.module}" for command in cli.COMMANDS} == set(MINIMAL)
 
 
 @pytest.mark.parametrize(("argv", "heavy"), [(["--help"], {"pydantic", "torch"}), (["distill", "--help"], {"torch"})])
@@ -68,6 +68,15 @@ def test_help_imports_nothing_heavy(argv, heavy):
     code = f"from vllm_eesd import cli\ntry: cli.main({argv})\nexcept SystemExit: import sys; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert not heavy & set(done.stdout.splitlines()[-1].split())
+
+
+def test_help_tells_every_default_once(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["bench", "latency", "--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    for told in ("(default 5)", "(default 1,4)", "(default plain,eesd,ngram)", "(default goodput)"):
+        assert shown.count(told) == 1
+    assert "None" not in shown and "False" not in shown
 
 
 def test_latency_lists_are_parsed(implementation):

@@ -20,6 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_eesd.bench.prompts import read_prompts
+from vllm_eesd.bench.scrape import between, parse
 from vllm_eesd.config import MAX_SPECULATIVE_TOKENS, EESDConfig
 from vllm_eesd.distill.data import _jsonl_texts
 from vllm_eesd.exit_head.checkpoint import MAX_HEADER_BYTES, ExitHeadConfig, Verifier, read_tensors, write_head
@@ -29,9 +30,10 @@ from vllm_eesd.policy.calibration import EDGES
 from vllm_eesd.policy.posterior import MAX_PRIOR_KEYS
 from vllm_eesd.policy.state import load_state, save_state
 from vllm_eesd.request_options import RequestOptions
-from vllm_eesd.round_trace import FORMAT, VERSION, read_rounds
-from vllm_eesd.trace import DenseTrace, RequestTrace, read_trace, write_trace
-from vllm_eesd.view.scrape import between, parse
+from vllm_eesd.traces.dense import DenseTrace, RequestTrace, write
+from vllm_eesd.traces.read import read as read_rounds
+from vllm_eesd.traces.read import read_dense
+from vllm_eesd.traces.rounds import FORMAT, VERSION
 
 FUZZ = settings(settings.get_profile("fuzz"))
 #: An error is for a terminal: one line of at most so many characters.
@@ -239,7 +241,7 @@ def test_absurd_sizes_are_refused_before_they_are_read(head, tmp_path):
             file.write(bytes(1 << 20))
     assert bomb.stat().st_size < 1 << 21
     with at_most(600 << 20), pytest.raises(ValueError, match="more than"):
-        read_trace(bomb)
+        read_dense(bomb)
 
 
 def test_a_header_just_below_the_limit_is_bounded(head, tmp_path):
@@ -317,7 +319,7 @@ def trace(folder):
     silent = RequestTrace(np.array([1, 0, 2]), np.full((3, 2), 0.5, dtype=np.float32))
     told = dataclasses.replace(silent, prompt=np.array([4, 5]), emitted=np.array([6, 4, 5, 6, 4]))
     costs = {"verify_ms": {"1": [[0, 4.0], [2, 5.0]]}, "draft_step_ms": [[1, 0.5]], "draft_round_ms": [[1, 0.1]]}
-    write_trace(folder / "trace.jsonl", DenseTrace("model", "workload", 2, costs, [silent, told]))
+    write(folder / "trace.jsonl", DenseTrace("model", "workload", 2, costs, [silent, told]))
     return (folder / "trace.jsonl").read_bytes()
 
 
@@ -340,7 +342,7 @@ def test_trace(refused_or_fine, folder, trace, data):
     path = folder / "broken.jsonl"
     path.write_bytes(content)
     with refused_or_fine("trace"):
-        read = read_trace(path)
+        read = read_dense(path)
         assert all(request.confidences.shape[1] == read.num_speculative_tokens for request in read.requests)
         for request in read.requests:
             assert request.emitted is None or len(request.emitted) >= len(request.matches)
@@ -349,6 +351,8 @@ def test_trace(refused_or_fine, folder, trace, data):
 
 ROUND = {
     "request": "a", "at_s": 0.5, "draft": [7, 8], "confidences": [0.9, None], "accepted": 1, "emitted": [7, 1],
+    "copied": False, "batch": 1, "draft_steps_ms": [0.5, 0.5], "draft_rest_ms": 0.1, "verify_ms": 3.0,
+    "plain_ms": 2.5, "draft_step_ms": 0.4, "posterior_mean": 0.8, "posterior_interval": [0.6, 0.95],
 }  # fmt: skip
 ROUNDS = as_bytes({"format": FORMAT, "version": VERSION}) + b"\n" + as_bytes(ROUND) + b"\n"
 

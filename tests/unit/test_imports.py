@@ -9,19 +9,19 @@ import pytest
 REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE = "vllm_eesd"
 
-CORE = {"config", "policy_args", "policy", "round", "trace", "round_trace", "exit_head", "verify", "kernels"}
+CORE = {"config", "files", "policy_args", "policy", "round", "traces", "exit_head", "verify", "kernels"}
 CORE |= {"request_options", "flags"}
 # Part -> parts of this package that it may import, besides itself and the bare package (its version).
 ALLOWED_PARTS = {
     "__init__": {"config"},
     "config": set(),
+    "files": set(),
     "flags": {"config"},
     "kernels": set(),
     "policy_args": {"config"},
-    "policy": {"config", "policy_args"},
-    "trace": {"config", "policy"},
-    "round_trace": {"config", "policy"},
-    "round": {"config", "policy", "request_options"},
+    "policy": {"config", "files", "policy_args"},
+    "round": {"config", "files", "policy", "request_options"},
+    "traces": {"config", "files", "policy"},
     "request_options": {"config"},
     "exit_head": CORE,
     "verify": CORE,
@@ -29,7 +29,6 @@ ALLOWED_PARTS = {
     "distill": CORE,
     "simulate": CORE,
     "bench": CORE,
-    "view": CORE | {"bench"},
     "doctor": CORE | {"host"},
     "cli": set(),
 }
@@ -168,6 +167,8 @@ def test_every_part_has_a_rule():
         ("vllm_eesd.bench.latency", "from vllm.v1.worker.gpu_model_runner import GPUModelRunner"),
         ("vllm_eesd.bench.latency", "import vllm.v1"),
         ("vllm_eesd.bench.latency", "from vllm import envs"),
+        ("vllm_eesd.traces.page", "from vllm_eesd.bench.streaming import DraftStream"),
+        ("vllm_eesd.traces.rounds", "from vllm import LLM"),
         ("vllm_eesd.doctor", "import vllm"),
     ],
 )

@@ -4,11 +4,17 @@ import json
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 from html.parser import HTMLParser
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
-from vllm_eesd.view.page import Generation, figures, render, spell
+from vllm_eesd import cli
+from vllm_eesd.traces.dense import DenseRecorder, DenseTrace, write
+from vllm_eesd.traces.page import Generation, figures, render
+from vllm_eesd.traces.spell import spell
 
 # Token ids are characters, so that any text can be a token sequence.
 PROMPT = 'if a < b && c:\n    print("<script>alert(1)</script>")\n'
@@ -24,6 +30,7 @@ def record(draft, accepted, own, at_s):
         "request": "0",
         "at_s": at_s,
         "draft": [ord(c) for c in draft],
+        "copied": False,
         "confidences": [0.9 - 0.1 * n if n else None for n in range(len(draft))],
         "accepted": accepted,
         "emitted": [ord(c) for c in draft[:accepted] + own],
@@ -159,6 +166,43 @@ def test_an_output_that_ends_within_a_round_ends_the_text_there(rounds):
 def test_rounds_of_another_request_are_refused(rounds):
     with pytest.raises(ValueError, match="not those of an output of 3"):
         spell(decode, [], [1, 2, 3], rounds)
+
+
+@pytest.fixture
+def shown(tmp_path, monkeypatch, capsys):
+    """`eesd trace TRACE ...`: the page's text, or the error."""
+    monkeypatch.setattr("vllm_eesd.bench.trace.load_target", lambda *_: (None, SimpleNamespace(decode=decode)))
+
+    def run(*argv):
+        if cli.main(["trace", *map(str, argv), "-o", str(tmp_path / "page.html")]) == 0:
+            return Reader((tmp_path / "page.html").read_text(encoding="utf-8"))
+        return capsys.readouterr().err
+
+    return run
+
+
+def test_what_was_recorded_is_a_page_of_words(tmp_path, shown):
+    """Drafts of three characters, of which those at even positions are right."""
+    recorder, prompt, output = DenseRecorder(3), list(map(ord, PROMPT)), list(map(ord, OUTPUT))
+    recorder.begin("a", prompt)
+    for at, token in enumerate(output):
+        draft = output[at + 1 : at + 4] if at % 2 == 0 else [*output[at + 1 : at + 2], 0, 0]
+        recorder.add(["a"], [[token]], [draft], np.full((1, 3), 0.5, dtype=np.float32))
+    (request,) = recorder.requests()
+    write(tmp_path / "t.gz", DenseTrace("m", "w", 3, {}, [replace(request, prompt=None, emitted=None), request]))
+    read = shown(tmp_path / "t.gz", "--request", 2)
+    assert (PROMPT + OUTPUT).startswith(read.text) and len(read.text) > len(PROMPT + OUTPUT) - 5
+    assert [kind for _, kind in read.rounds[0]] == ["accepted"] * 3 + ["bonus"]
+    assert "line 1" not in shown(tmp_path / "t.gz") and "recorded without texts" in shown(tmp_path / "t.gz")
+    assert "--request 3 is not in" in shown(tmp_path / "t.gz", "--request", 3)
+
+
+def test_a_served_request_is_a_page_of_words(tmp_path, rounds, shown):
+    lines = [{"format": "eesd-rounds", "version": 1}, *rounds, rounds[0] | {"request": "1"}]
+    (tmp_path / "r").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert shown(tmp_path / "r", "--model", "m").text.startswith(OUTPUT[1:])
+    assert len(shown(tmp_path / "r", "--model", "m", "--request", 2).rounds) == 1
+    assert "--model is missing" in shown(tmp_path / "r")
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

@@ -8,7 +8,7 @@ from synthetic import SPREADS, synthetic_trace
 from vllm_eesd import cli
 from vllm_eesd.simulate.roofline import GPUS, Overheads, Roofline, Shape, costs_of
 from vllm_eesd.simulate.world import World
-from vllm_eesd.trace import DenseTrace, write_trace
+from vllm_eesd.traces.dense import DenseTrace, write
 
 LLAMA_70B = Shape.of(80, 8192, 128256)
 
@@ -16,7 +16,7 @@ LLAMA_70B = Shape.of(80, 8192, 128256)
 def trace(tmp_path):
     made = synthetic_trace(SPREADS["medium"], 0.8, num_requests=4, num_tokens=80)
     path = tmp_path / "trace.jsonl.gz"
-    write_trace(path, DenseTrace(made.model, "synthetic", 8, {}, made.requests))
+    write(path, DenseTrace(made.model, "synthetic", 8, {}, made.requests))
     return str(path)
 
 

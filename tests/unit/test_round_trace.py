@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 from outcomes import outcome
 
-from vllm_eesd import round_trace
 from vllm_eesd.policy import BetaPosterior, CostModel, build_policy
 from vllm_eesd.policy_args import check_trace_file
-from vllm_eesd.round_trace import Drafts, Judged, RoundTrace, Verdict, read_rounds
+from vllm_eesd.traces import rounds as round_trace
+from vllm_eesd.traces.read import read as read_rounds
+from vllm_eesd.traces.rounds import Drafts, Judged, RoundTrace, Verdict
 
 SLOTS = np.array([2, 0])
 #: Of those two slots, and of the first alone.
@@ -115,14 +116,26 @@ def test_half_a_last_line_is_left_out_and_half_a_line_elsewhere_is_named(tmp_pat
     path.write_text(whole[:-30])
     assert len(read_rounds(path)) == 3
     path.write_text(whole.replace('"emitted"', '"emit', 1))
-    with pytest.raises(ValueError, match="rounds.jsonl: not a round trace: line 2"):
+    with pytest.raises(ValueError, match="rounds.jsonl: not a trace: line 2"):
         read_rounds(path)
+
+
+def test_what_a_killed_process_left_is_no_obstacle_to_the_next(tmp_path, policy):
+    """Without a line end of its own the next header would be glued to half a line, and the whole file unreadable."""
+    path = tmp_path / "rounds.jsonl"
+    write(path, policy)
+    path.write_bytes(path.read_bytes()[:-30])
+    write(path, policy)
+    assert [record["request"] for record in read_rounds(path)] == ["a", "a", "b"]
+    path.write_text("")
+    write(path, policy)
+    assert len(read_rounds(path)) == 2
 
 
 @pytest.mark.parametrize("content", ["{}\n", "[1]\n", "x\n", '{"format":"eesd-rounds","version":2}\n'])
 def test_other_files_are_refused(tmp_path, content):
     (tmp_path / "other").write_text(content)
-    with pytest.raises(ValueError, match="other: not a round trace: line 1"):
+    with pytest.raises(ValueError, match="other: not a trace: line 1"):
         read_rounds(tmp_path / "other")
 
 

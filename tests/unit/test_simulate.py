@@ -13,7 +13,7 @@ from vllm_eesd.simulate.peers import AdaptiveVerification, FixedLength, Oracle, 
 from vllm_eesd.simulate.replay import PolicyDrafter, replay
 from vllm_eesd.simulate.run import load_traces, mix, parse_cost_scale, simulate
 from vllm_eesd.simulate.world import World
-from vllm_eesd.trace import DenseTrace, RequestTrace, write_trace
+from vllm_eesd.traces.dense import DenseTrace, RequestTrace, write
 
 SMALL = synthetic_trace((0.3, 0.9), 0.7, num_requests=4, num_tokens=60)
 
@@ -186,7 +186,7 @@ def files(tmp_path):
     paths = []
     for name, rate in (("hard", 0.2), ("easy", 0.9)):
         paths.append(str(tmp_path / f"{name}.jsonl.gz"))
-        write_trace(paths[-1], synthetic_trace((rate,), 0.7, num_requests=3, num_tokens=40))
+        write(paths[-1], synthetic_trace((rate,), 0.7, num_requests=3, num_tokens=40))
     return paths
 
 
@@ -223,10 +223,10 @@ def test_mistakes_are_one_line(files, extra, named, capsys):
 def test_traces_that_do_not_go_together_are_refused(files, tmp_path):
     with pytest.raises(ValueError, match="two traces would be called 'hard'"):
         load_traces([files[0], files[0]])
-    write_trace(tmp_path / "short.jsonl", by_hand(1, 3))
+    write(tmp_path / "short.jsonl", by_hand(1, 3))
     with pytest.raises(ValueError, match="num_speculative_tokens differs"):
         load_traces([files[0], str(tmp_path / "short.jsonl")])
-    write_trace(tmp_path / "empty.jsonl", DenseTrace("m", "w", 3, {}, []))
+    write(tmp_path / "empty.jsonl", DenseTrace("m", "w", 3, {}, []))
     with pytest.raises(ValueError, match="no emitted position"):
         load_traces([str(tmp_path / "empty.jsonl")])
 

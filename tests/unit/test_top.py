@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from vllm_eesd import cli
-from vllm_eesd.view.scrape import Snapshot, between, fetch, metrics_url, parse
-from vllm_eesd.view.top import Watch, sparkline
+from vllm_eesd.bench.scrape import Snapshot, between, fetch, metrics_url, parse
+from vllm_eesd.bench.top import Watch, sparkline
 
 #: Of a server of the embedded model with `--speculative-config eesd`, abridged to what is read and a little more.
 RECORDED = (Path(__file__).parent / "metrics.txt").read_text(encoding="utf-8")

@@ -16,7 +16,7 @@ from vllm_eesd.host.v2.lengths import SHARE_TIMES_EVERY, Rounds
 from vllm_eesd.host.v2.readback import READBACK_DELAY
 from vllm_eesd.policy.guard import Guard
 from vllm_eesd.round import outcome
-from vllm_eesd.round_trace import Judged
+from vllm_eesd.traces.rounds import Judged
 
 K = 4
 ALWAYS = {"policy": "confidence", "policy_args": {"threshold": 0.5}}

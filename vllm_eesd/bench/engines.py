@@ -20,7 +20,7 @@ from vllm_eesd.bench.vllm_engine import VllmEngine
 from vllm_eesd.config import EESDConfig
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 METHODS = ("plain", "eesd", "eesd-head", "ngram", "suffix", "draft_model", "eagle")
 DTYPES = ("float32", "bfloat16", "float16")
@@ -130,6 +130,23 @@ class EngineSettings:
         return None
 
 
+def load_target(model: str, progress: Callable[[str], None]) -> tuple[PretrainedConfig, PreTrainedTokenizerBase]:
+    """Return a target's config and tokenizer.
+
+    Raises:
+        ValueError: model is no target.
+    """
+    progress("loading the tokenizer")
+    prepare_environment(model)
+    from transformers import AutoConfig, AutoTokenizer
+
+    try:
+        return AutoConfig.from_pretrained(model), AutoTokenizer.from_pretrained(model)
+    except (OSError, ValueError) as error:
+        allowed = "a directory with config.json, weights and tokenizer, or a Hub id that can be reached"
+        raise ValueError(f"model={model!r} is not a target ({_first_line(error)}); allowed: {allowed}") from None
+
+
 def encode_prompts(
     model: str, prompts: Sequence[Prompt], max_tokens: int, progress: Callable[[str], None]
 ) -> tuple[PreTrainedTokenizerBase, list[list[int]], int]:
@@ -138,15 +155,7 @@ def encode_prompts(
     Raises:
         ValueError: model is no target, or cannot take that many tokens.
     """
-    progress("loading the tokenizer")
-    prepare_environment(model)
-    from transformers import AutoConfig, AutoTokenizer
-
-    try:
-        config, tokenizer = AutoConfig.from_pretrained(model), AutoTokenizer.from_pretrained(model)
-    except (OSError, ValueError) as error:
-        allowed = "a directory with config.json, weights and tokenizer, or a Hub id that can be reached"
-        raise ValueError(f"model={model!r} is not a target ({_first_line(error)}); allowed: {allowed}") from None
+    config, tokenizer = load_target(model, progress)
     encoded = [tokenizer(prompt.text)["input_ids"] for prompt in prompts]
     limit = getattr(config.get_text_config(), "max_position_embeddings", None)
     return tokenizer, encoded, fit_max_model_len(limit, max(map(len, encoded)), max_tokens)

@@ -17,8 +17,10 @@ from rich.table import Table
 
 from vllm_eesd.bench.engines import METHODS, OURS, EngineSettings, encode_prompts, running_engines
 from vllm_eesd.bench.hardware import provenance
-from vllm_eesd.bench.measure import Engine, Work, measure, rows
+from vllm_eesd.bench.measure import Work, measure, rows
 from vllm_eesd.bench.prompts import chosen_file, read_prompts
+from vllm_eesd.bench.vllm_engine import VllmEngine
+from vllm_eesd.files import write_whole
 
 
 def run(args: argparse.Namespace) -> int:
@@ -48,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def latency_rows(
-    engines: Mapping[str, Engine], settings: EngineSettings, work: Work, batch: int, progress: Callable[[str], None]
+    engines: Mapping[str, VllmEngine], settings: EngineSettings, work: Work, batch: int, progress: Callable[[str], None]
 ) -> list[dict[str, Any]]:
     """Return a row per engine of prompts generated `batch` at a time, with everything that says how it was measured."""
     sizes = {"batch": batch, "max_tokens": work.max_tokens, "rounds": work.rounds}
@@ -141,5 +143,4 @@ def report_gate(results: list[dict[str, Any]], console: Console) -> int:
 
 
 def write_json(path: Path, content: Any) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(content, indent=1) + "\n")
+    write_whole(path, json.dumps(content, indent=1) + "\n")

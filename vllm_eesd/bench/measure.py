@@ -5,31 +5,15 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
+
+from vllm_eesd.bench.vllm_engine import VllmEngine
 
 Tokens = list[int]
 #: Bootstrap samples of a run's ratios: the ends of an interval are then good to the digits shown.
 RESAMPLES = 2000
-
-
-class Engine(Protocol):
-    """What is measured: greedy generation of exactly `max_tokens` tokens per prompt."""
-
-    def generate(self, prompts: list[Tokens], max_tokens: int) -> list[Tokens]:
-        """Return each prompt's new tokens; the prompts run as one batch. This call is what the clock sees."""
-
-    def stream(self, prompts: list[Tokens], max_tokens: int) -> Iterable[list[tuple[int, Tokens]]]:
-        """Yield (prompt index, new tokens) of every engine step."""
-
-    def forget_prefixes(self) -> None:
-        """Empty the prefix cache, so that no prompt is free because it ran before."""
-
-    def reset_statistics(self) -> None: ...
-
-    def statistics(self) -> Mapping[str, Any] | None:
-        """Return the drafter's counters since the reset, None if it keeps none."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +46,7 @@ class Runs:
 
 
 def measure(
-    engines: Mapping[str, Engine],
+    engines: Mapping[str, VllmEngine],
     prompts: Sequence[Tokens],
     *,
     batch: int,
@@ -104,7 +88,7 @@ def rotated(methods: list[str], round_index: int) -> list[str]:
     return methods[start:] + methods[:start]
 
 
-def count_rounds(engine: Engine, batches: list[list[Tokens]], max_tokens: int) -> dict[str, int]:
+def count_rounds(engine: VllmEngine, batches: list[list[Tokens]], max_tokens: int) -> dict[str, int]:
     """Return the decoding rounds and the tokens emitted in them, seen from outside the engine.
 
     A request's first step ends its prompt and is no decoding round.

@@ -9,40 +9,9 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from vllm_eesd.traces.spell import INCOMPLETE, Speller
+
 ACCEPTED, OWN, REJECTED, PROMPT = "green", "bold", "red strike", "dim"
-#: Tokens of context that decide how a token is spelled out (a character may span several byte-level tokens).
-CONTEXT = 8
-INCOMPLETE = "\ufffd"
-
-
-class Speller:
-    """Spells tokens out one by one, as text that only ever grows.
-
-    Args:
-        decode: token ids -> text.
-    """
-
-    def __init__(self, decode: Callable[[list[int]], str], prompt: list[int]) -> None:
-        self._decode = decode
-        self._context = list(prompt[-CONTEXT:])
-        self._pending: list[int] = []
-
-    def push(self, token: int) -> str:
-        """Return the text a token adds; "" while a character is incomplete."""
-        text = self._added([*self._pending, token])
-        if text.endswith(INCOMPLETE) and len(self._pending) < 3:
-            self._pending.append(token)
-            return ""
-        self._context = [*self._context, *self._pending, token][-CONTEXT:]
-        self._pending = []
-        return text
-
-    def peek(self, tokens: list[int]) -> str:
-        """Return the text tokens would add, without taking them."""
-        return self._added([*self._pending, *tokens])
-
-    def _added(self, tokens: list[int]) -> str:
-        return self._decode([*self._context, *tokens])[len(self._decode(self._context)) :]
 
 
 class DraftStream:

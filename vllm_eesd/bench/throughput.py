@@ -6,7 +6,7 @@ import argparse
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from rich.table import Table
@@ -16,16 +16,7 @@ from vllm_eesd.bench.hardware import provenance
 from vllm_eesd.bench.latency import check_methods, check_sizes, open_console, reporting, write_json
 from vllm_eesd.bench.measure import Work, bootstrap_interval, first_difference, rotated
 from vllm_eesd.bench.prompts import chosen_file, read_prompts
-from vllm_eesd.bench.vllm_engine import Served
-
-
-class Server(Protocol):
-    """What is measured."""
-
-    def serve(self, prompts: list[list[int]], arrivals: list[float], max_tokens: int) -> list[Served]:
-        """Generate exactly `max_tokens` tokens greedily for each prompt, which arrives at its time in seconds."""
-
-    def forget_prefixes(self) -> None: ...
+from vllm_eesd.bench.vllm_engine import Served, VllmEngine
 
 
 def run(args: argparse.Namespace) -> int:
@@ -55,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def arrival_rows(
-    engines: Mapping[str, Server],
+    engines: Mapping[str, VllmEngine],
     settings: EngineSettings,
     work: Work,
     rate: float,
@@ -84,7 +75,7 @@ def poisson_arrivals(num_requests: int, rate: float, seed: int) -> list[float]:
 
 
 def measure_rate(
-    engines: Mapping[str, Server],
+    engines: Mapping[str, VllmEngine],
     requests: Sequence[list[int]],
     rate: float,
     max_tokens: int,

@@ -31,7 +31,7 @@ class Served:
 
 
 class VllmEngine:
-    """A `vllm.LLM` with the interface that `measure` wants (`measure.Engine`).
+    """A `vllm.LLM` as what is measured: generation of exactly `max_tokens` tokens per prompt.
 
     Args:
         llm: the engine.
@@ -48,30 +48,37 @@ class VllmEngine:
         """Return the same engine, asked to sample at another temperature."""
         return VllmEngine(self._llm, self._drafts, temperature)
 
-    def generate(self, prompts: list[list[int]], max_tokens: int, ignore_eos: bool = True) -> list[list[int]]:
+    def generate(self, prompts: list[list[int]], max_tokens: int, **params: Any) -> list[list[int]]:
+        """Return each prompt's new tokens; the prompts run as one batch. This call is what the clock sees.
+
+        Args:
+            params: further ones of `vllm.SamplingParams`.
+        """
         from vllm import TokensPrompt
 
         inputs = [TokensPrompt(prompt_token_ids=tokens) for tokens in prompts]
-        params = self._params(max_tokens, ignore_eos=ignore_eos)
+        params = self._params(max_tokens, **params)
         outputs = self._llm.generate(inputs, params, use_tqdm=False)
         return [list(output.outputs[0].token_ids) for output in outputs]
 
     def stream(self, prompts: list[list[int]], max_tokens: int) -> Iterator[list[tuple[int, list[int]]]]:
+        """Yield (prompt index, new tokens) of every engine step."""
         from vllm.inputs import tokens_input
         from vllm.sampling_params import RequestOutputKind
 
         engine = self._llm.llm_engine
         for index, tokens in enumerate(prompts):
-            engine.add_request(str(index), tokens_input(tokens), self._params(max_tokens, RequestOutputKind.DELTA))
+            params = self._params(max_tokens, output_kind=RequestOutputKind.DELTA)
+            engine.add_request(str(index), tokens_input(tokens), params)
         while engine.has_unfinished_requests():
             yield [(int(output.request_id), list(output.outputs[0].token_ids)) for output in engine.step()]
 
     def serve(self, prompts: list[list[int]], arrivals: list[float], max_tokens: int) -> list[Served]:
-        """Generate as requests arrive; see `vllm_eesd.bench.throughput.Server`."""
+        """Generate exactly `max_tokens` tokens for each prompt, which arrives at its time in seconds."""
         from vllm.inputs import tokens_input
         from vllm.sampling_params import RequestOutputKind
 
-        engine, params = self._llm.llm_engine, self._params(max_tokens, RequestOutputKind.DELTA)
+        engine, params = self._llm.llm_engine, self._params(max_tokens, output_kind=RequestOutputKind.DELTA)
         served, begun, began = [Served(arrival) for arrival in arrivals], 0, time.perf_counter()
         while begun < len(prompts) or engine.has_unfinished_requests():
             while begun < len(prompts) and arrivals[begun] <= time.perf_counter() - began:
@@ -86,26 +93,33 @@ class VllmEngine:
         return served
 
     def forget_prefixes(self) -> None:
+        """Empty the prefix cache, so that no prompt is free because it ran before."""
         if not self._llm.reset_prefix_cache():
             raise RuntimeError("the prefix cache could not be emptied: a request still holds blocks of it")
 
     def reset_statistics(self) -> None:
         if self._drafts:
-            self._llm.collective_rpc("eesd_reset_stats")
+            self.ask("eesd_reset_stats")
 
     def statistics(self) -> Mapping[str, Any] | None:
-        return self._llm.collective_rpc("eesd_stats")[0] if self._drafts else None
+        """Return the drafter's counters since the reset, None if it keeps none."""
+        return self.ask("eesd_stats") if self._drafts else None
 
     def take_rounds(self) -> list[Mapping[str, Any]]:
         """Return the drafter's rounds since the last call; the first call starts the recording."""
-        return self._llm.collective_rpc("eesd_take_rounds")[0] if self._drafts else []
+        return self.ask("eesd_take_rounds") if self._drafts else []
+
+    def ask(self, method: str) -> Any:
+        """Return what the first worker answers to a method of `vllm_eesd.host.worker.WorkerExtension`."""
+        return self._llm.collective_rpc(method)[0]
 
     def close(self) -> None:
         self._llm.llm_engine.engine_core.shutdown()
 
-    def _params(self, max_tokens: int, output_kind: Any = None, ignore_eos: bool = True) -> Any:
+    def _params(self, max_tokens: int, **others: Any) -> Any:
         from vllm import SamplingParams
 
-        kind = {} if output_kind is None else {"output_kind": output_kind}
         # In a comparison exactly max_tokens tokens, whatever the method: an early end would shorten the work.
-        return SamplingParams(temperature=self._temperature, max_tokens=max_tokens, ignore_eos=ignore_eos, **kind)
+        return SamplingParams(
+            **{"temperature": self._temperature, "max_tokens": max_tokens, "ignore_eos": True} | others
+        )

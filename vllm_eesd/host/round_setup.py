@@ -9,7 +9,7 @@ from vllm_eesd.host.compat import get_tp_group
 from vllm_eesd.host.speculative import EESDSpeculativeConfig
 from vllm_eesd.policy import BetaPosterior, Calibration, CostModel, DraftLengthPolicy, build_policy
 from vllm_eesd.round.outcome import StepTimes
-from vllm_eesd.round_trace import RoundTrace
+from vllm_eesd.traces.rounds import RoundTrace
 
 
 def open_trace(config: EESDSpeculativeConfig) -> RoundTrace | None:

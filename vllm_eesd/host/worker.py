@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from vllm_eesd.host.round_setup import build_policy_of
-from vllm_eesd.trace import DenseRecorder
+from vllm_eesd.traces.dense import DenseRecorder
 
 
 class WorkerExtension:
@@ -55,7 +55,7 @@ class WorkerExtension:
         drafter.recorder = DenseRecorder(drafter.num_speculative_tokens)
 
     def eesd_take_dense(self) -> list[dict[str, Any]]:
-        """Stop that, and return the requests of `vllm_eesd.trace.DenseTrace` as plain mappings."""
+        """Stop that, and return the requests of `vllm_eesd.traces.dense.DenseTrace` as plain mappings."""
         recorder, self._drafter.recorder = self._drafter.recorder, None
         requests = [] if recorder is None else recorder.requests()
         return [{name: array.tolist() for name, array in vars(request).items()} for request in requests]

@@ -9,7 +9,7 @@ from scipy.special import expit, logit
 
 from vllm_eesd.simulate.replay import Batch, Drafter, Replay, replay
 from vllm_eesd.simulate.world import World
-from vllm_eesd.trace import DenseTrace
+from vllm_eesd.traces.dense import DenseTrace
 
 #: The oracle's throughput is found by repeating the replay with that of the last one.
 _ORACLE_PASSES = 4

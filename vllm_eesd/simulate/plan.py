@@ -17,7 +17,7 @@ from vllm_eesd.simulate.replay import PolicyDrafter, replay
 from vllm_eesd.simulate.roofline import GPUS, Overheads, Roofline, Shape, costs_of
 from vllm_eesd.simulate.run import load_traces
 from vllm_eesd.simulate.world import World
-from vllm_eesd.trace import DenseTrace
+from vllm_eesd.traces.dense import DenseTrace
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from vllm_eesd.policy import DraftLengthPolicy, Outcome
 from vllm_eesd.round.draft import DraftRound, draft_tokens
 from vllm_eesd.round.ngram import NgramDrafter
 from vllm_eesd.simulate.world import World
-from vllm_eesd.trace import DenseTrace
+from vllm_eesd.traces.dense import DenseTrace
 
 
 @dataclass

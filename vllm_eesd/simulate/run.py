@@ -15,7 +15,8 @@ from vllm_eesd.policy import POLICIES, BetaPosterior, build_policy
 from vllm_eesd.simulate.peers import AdaptiveVerification, best_fixed, fit_confidence, oracle
 from vllm_eesd.simulate.replay import PolicyDrafter, PolicyReplay, replay
 from vllm_eesd.simulate.world import World
-from vllm_eesd.trace import DenseTrace, read_trace
+from vllm_eesd.traces.dense import DenseTrace
+from vllm_eesd.traces.read import read_dense
 
 #: What policies are compared with, in the table's order.
 REFERENCES = ("oracle", "best_fixed", "vllm_adaptive")
@@ -71,7 +72,7 @@ def load_traces(paths: list[str]) -> dict[str, DenseTrace]:
         name = Path(path).name.removesuffix(".gz").removesuffix(".jsonl")
         if name in traces or name == MIXED:
             raise ValueError(f"TRACE: two traces would be called {name!r}, rename {path}")
-        traces[name] = read_trace(path)
+        traces[name] = read_dense(path)
         if not any(len(request.matches) for request in traces[name].requests):
             raise ValueError(f"TRACE: {path} holds no emitted position")
     lengths = {trace.num_speculative_tokens for trace in traces.values()}

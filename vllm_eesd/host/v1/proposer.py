@@ -34,8 +34,8 @@ from vllm_eesd.round.idle import MAY_NOT_DRAFT, IdleBackoff
 from vllm_eesd.round.ngram import NgramDrafter
 from vllm_eesd.round.outcome import Learner, StepTimes
 from vllm_eesd.round.slots import PendingDrafts
-from vllm_eesd.round_trace import Drafts, Judged
-from vllm_eesd.trace import DenseRecorder
+from vllm_eesd.traces.dense import DenseRecorder
+from vllm_eesd.traces.rounds import Drafts, Judged
 
 logger = init_logger("vllm.eesd")
 

@@ -22,7 +22,7 @@ from vllm_eesd.round.draft import DraftRound
 from vllm_eesd.round.outcome import Learner, StepTimes
 from vllm_eesd.round.requests import NewRequest, RunningRequests
 from vllm_eesd.round.slots import PendingDrafts
-from vllm_eesd.round_trace import Drafts
+from vllm_eesd.traces.rounds import Drafts
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import NewRequestData

@@ -9,7 +9,7 @@ import torch
 
 from vllm_eesd.host.v2.batch import TargetStep
 from vllm_eesd.host.v2.readback import HostCopy, PendingStep
-from vllm_eesd.round_trace import Judged, Verdict
+from vllm_eesd.traces.rounds import Judged, Verdict
 
 
 def tokens_of_step(step: TargetStep, drafts: torch.Tensor) -> torch.Tensor:

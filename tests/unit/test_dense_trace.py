@@ -10,7 +10,8 @@ from synthetic import synthetic_trace
 
 from vllm_eesd.policy.costs import CostModel
 from vllm_eesd.simulate.world import default_costs
-from vllm_eesd.trace import DenseRecorder, DenseTrace, RequestTrace, read_trace, write_trace
+from vllm_eesd.traces.dense import DenseRecorder, DenseTrace, RequestTrace, write
+from vllm_eesd.traces.read import read_dense
 
 TRACE = DenseTrace(
     model="m",
@@ -24,46 +25,37 @@ TRACE = DenseTrace(
 
 @pytest.mark.parametrize("name", ["t.jsonl", "t.jsonl.gz"])
 def test_a_trace_survives_its_file(tmp_path, name):
-    write_trace(tmp_path / name, TRACE)
-    read = read_trace(tmp_path / name)
+    write(tmp_path / name, TRACE)
+    read = read_dense(tmp_path / name)
     assert (read.model, read.workload, read.num_speculative_tokens, read.prior) == ("m", "w", 2, (6.5, 3.5))
     np.testing.assert_array_equal(read.requests[0].matches, TRACE.requests[0].matches)
     np.testing.assert_array_equal(read.requests[0].confidences, TRACE.requests[0].confidences)
     CostModel().restore(read.costs)
-    write_trace(tmp_path / "again", read)
-    write_trace(tmp_path / "first", TRACE)
+    write(tmp_path / "again", read)
+    write(tmp_path / "first", TRACE)
     assert (tmp_path / "again").read_bytes() == (tmp_path / "first").read_bytes()
 
 
 def test_the_same_trace_gives_the_same_compressed_bytes(tmp_path):
     for name in ("a.gz", "b.gz"):
-        write_trace(tmp_path / name, TRACE)
+        write(tmp_path / name, TRACE)
     assert (tmp_path / "a.gz").read_bytes() == (tmp_path / "b.gz").read_bytes()
 
 
 def test_a_trace_is_small(tmp_path):
     """Git keeps them: under two bytes a draft token, noisy as confidences are."""
-    write_trace(tmp_path / "t.gz", synthetic_trace((0.3, 0.9), 0.5, num_requests=10, num_tokens=200))
+    write(tmp_path / "t.gz", synthetic_trace((0.3, 0.9), 0.5, num_requests=10, num_tokens=200))
     assert (tmp_path / "t.gz").stat().st_size < 2 * 8 * 2000
 
 
 def test_texts_survive_their_file_and_requests_may_lack_them(tmp_path):
     (silent,) = TRACE.requests
     told = replace(silent, prompt=np.array([5, 4095], dtype=np.int32), emitted=np.array([7, 8, 9, 7], dtype=np.int32))
-    write_trace(tmp_path / "t", replace(TRACE, requests=[silent, told]))
-    first, second = read_trace(tmp_path / "t").requests
+    write(tmp_path / "t", replace(TRACE, requests=[silent, told]))
+    first, second = read_dense(tmp_path / "t").requests
     assert first.prompt is None and first.emitted is None and not len(first.text()) and first.num_tokens(2) == 0
     assert second.text().tolist() == [5, 4095, 7, 8, 9, 7] and second.text().dtype == np.int32
     assert second.num_tokens(0) == 3 and second.first(1).num_tokens(0) == 3 and len(second.first(1).matches) == 1
-
-
-def test_a_trace_of_version_1_holds_no_texts(tmp_path):
-    write_trace(tmp_path / "t", TRACE)
-    lines = [json.loads(line) for line in (tmp_path / "t").read_text().splitlines()]
-    lines[0]["version"], lines[1]["prompt"] = 1, "whatever this was then"
-    (tmp_path / "t").write_text("\n".join(map(json.dumps, lines)))
-    (request,) = read_trace(tmp_path / "t").requests
-    assert request.prompt is None and request.matches.tolist() == [0, 2, 1]
 
 
 def test_the_recorder_keeps_the_text_it_judges_by():
@@ -88,7 +80,8 @@ LINES = [
     ("line", "change", "named"),
     [
         (0, {"format": "other"}, "line 1"),
-        (0, {"version": 3}, "version"),
+        (0, {"version": 3}, "version=3: this reads version 2"),
+        (0, {"version": 1}, "version=1: this reads version 2"),
         (0, {"version": True}, "version"),
         (0, {"num_speculative_tokens": 0}, "num_speculative_tokens=0"),
         (0, {"num_speculative_tokens": "2"}, "num_speculative_tokens='2'"),
@@ -105,11 +98,12 @@ LINES = [
         (1, {"prompt": [], "emitted": []}, "at least 1 emitted"),
         (1, {"prompt": [1], "emitted": [-1]}, "0 to 2147483647"),
         (1, {"prompt": [1 << 31], "emitted": [1]}, "0 to 2147483647"),
-        (1, {"prompt": [1 << 70], "emitted": [1]}, "whole numbers"),
-        (1, {"prompt": [1.5], "emitted": [1]}, "whole numbers"),
-        (1, {"prompt": [[1]], "emitted": [1]}, "whole numbers"),
-        (1, {"prompt": None, "emitted": [1]}, "whole numbers"),
-        (1, {"prompt": [True], "emitted": [1]}, "whole numbers"),
+        (1, {"prompt": [1 << 70], "emitted": [1]}, "0 to 2147483647"),
+        (1, {"prompt": [1.5], "emitted": [1]}, "valid integer"),
+        (1, {"prompt": [[1]], "emitted": [1]}, "valid integer"),
+        (1, {"prompt": None, "emitted": [1]}, "must stand together"),
+        (1, {"prompt": "1", "emitted": [1]}, "valid array"),
+        (1, {"prompt": [True], "emitted": [1]}, "valid integer"),
         (1, {"prompt": [0] * (1 << 20), "emitted": [1]}, "at most 1048576"),
     ],
 )
@@ -119,7 +113,7 @@ def test_a_wrong_line_is_named(tmp_path, line, change, named):
     path = tmp_path / "t.jsonl"
     path.write_text("\n".join(map(json.dumps, lines)))
     with pytest.raises(ValueError, match="t.jsonl") as error:
-        read_trace(path)
+        read_dense(path)
     assert named in str(error.value) and "\n" not in str(error.value)
 
 
@@ -131,4 +125,4 @@ def test_a_wrong_line_is_named(tmp_path, line, change, named):
 def test_what_is_no_trace_is_refused(tmp_path, data):
     (tmp_path / "t").write_bytes(data)
     with pytest.raises(ValueError, match="not a trace"):
-        read_trace(tmp_path / "t")
+        read_dense(tmp_path / "t")

@@ -5,15 +5,15 @@ A file holds JSON lines, compressed if its name ends in .gz. The first is the he
     {"format": "eesd-trace", "version": 2, "model": ..., "workload": ..., "num_speculative_tokens": K,
      "prior": [alpha, beta], "costs": {...}}
 
-with `prior` the exit head's and `costs` as `vllm_eesd.policy.costs.CostModel.state` gives them; both may be left out.
-Every further line is a request:
+with `model` the target's name, whose tokenizer spells the ids, `prior` the exit head's and `costs` as
+`vllm_eesd.policy.costs.CostModel.state` gives them; the last two may be left out. Every further line is a request:
 
     {"matches": [T numbers], "confidences": [T * K numbers], "prompt": [token ids], "emitted": [T or more token ids]}
 
 At emitted position t a greedy draft of K tokens was made. `matches[t]` of them, from the left, are what the target
 emitted next; `confidences[t * K + j]` is draft token j + 1's probability in thousandths. `emitted[t]` is the token
-that draft follows. `prompt` and `emitted` may be left out together, and are not in version 1: such a request
-is replayed without n-gram continuations, which are made of the text.
+that draft follows. `prompt` and `emitted` may be left out together: such a request is replayed without n-gram
+continuations, which are made of the text.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from __future__ import annotations
 import gzip
 import json
 import os
-import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, TypeAdapter
+from pydantic.dataclasses import dataclass as pydantic_dataclass
+from scipy.special import betaincinv
 
 from vllm_eesd.config import MAX_SPECULATIVE_TOKENS
+from vllm_eesd.files import write_whole
 from vllm_eesd.policy.costs import CostModel
+from vllm_eesd.traces.rounds import INTERVAL, UNKNOWN, Round
 
 FORMAT, VERSION = "eesd-trace", 2
-#: Without texts.
-TEXTLESS_VERSION = 1
 #: Three digits tell every calibration bin apart and keep a trace small.
 SCALE = 1000
-#: A trace of ten thousand requests has about a tenth of it; a compressed one can claim any size.
-MAX_TEXT_BYTES = 1 << 28
 #: Of one request: no model reads more, and a replay holds so many for each of its slots. Ids are int32.
 MAX_TEXT_TOKENS, MAX_TOKEN_ID = 1 << 20, (1 << 31) - 1
 
@@ -73,9 +73,9 @@ class RequestTrace:
         return np.concatenate([self.prompt, self.emitted]).astype(np.int32)
 
 
-@dataclass(frozen=True)
+@pydantic_dataclass(frozen=True, config=ConfigDict(strict=True, allow_inf_nan=False, arbitrary_types_allowed=True))
 class DenseTrace:
-    """A recorded workload.
+    """A recorded workload; all but its requests are the file's header.
 
     Attributes:
         model: the target's name.
@@ -88,10 +88,10 @@ class DenseTrace:
 
     model: str
     workload: str
-    num_speculative_tokens: int
-    costs: dict[str, Any]
-    requests: list[RequestTrace]
-    prior: tuple[float, float] = (1.0, 1.0)
+    num_speculative_tokens: Annotated[int, Field(ge=1, le=MAX_SPECULATIVE_TOKENS)]
+    costs: dict[str, Any] = Field(default_factory=dict)
+    requests: list[RequestTrace] = Field(default_factory=list)
+    prior: tuple[PositiveFloat, PositiveFloat] = (1.0, 1.0)
 
 
 class DenseRecorder:
@@ -150,18 +150,103 @@ class DenseRecorder:
         return traces
 
 
-def write_trace(path: str | os.PathLike, trace: DenseTrace) -> None:
+def as_served(trace: DenseTrace, request: RequestTrace) -> list[Round]:
+    """Return the rounds a request takes alone, if every one drafts K tokens and takes as long as was recorded.
+
+    Draft tokens that were rejected are UNKNOWN: a dense trace does not hold them.
+
+    Args:
+        request: with its text.
+    """
+    assert request.emitted is not None
+    costs, depth, (alpha, beta) = CostModel(), trace.num_speculative_tokens, trace.prior
+    if trace.costs:
+        costs.restore(trace.costs)
+    round_ms, step_ms, verify_ms = costs.round_ms(1), float(costs.draft_curve(1)[1]), costs.verify_curve(1, depth)
+    took = {"batch": 1, "draft_steps_ms": [step_ms] * depth, "draft_rest_ms": round_ms, "draft_step_ms": step_ms}
+    took |= {"verify_ms": float(verify_ms[depth]) - round_ms, "plain_ms": float(verify_ms[0])}
+    total_ms = float(verify_ms[depth]) + depth * step_ms
+    position, rounds = 0, []
+    while position < len(request.matches):
+        accepted = int(request.matches[position])
+        emitted = request.emitted[position + 1 : position + accepted + 2].tolist()
+        if len(emitted) <= accepted:
+            break  # the text ends within the round
+        rounds.append(
+            Round(
+                request="",
+                at_s=len(rounds) * total_ms / 1e3,
+                draft=emitted[:accepted] + [UNKNOWN] * (depth - accepted),
+                confidences=request.confidences[position].astype(np.float64).round(3).tolist(),
+                copied=False,
+                accepted=accepted,
+                emitted=emitted,
+                posterior_mean=alpha / (alpha + beta),
+                posterior_interval=tuple(betaincinv(alpha, beta, INTERVAL).tolist()),
+                **took,
+            )
+        )
+        alpha, beta, position = alpha + accepted, beta + (accepted < depth), position + accepted + 1
+    return rounds
+
+
+class _Line(BaseModel):
+    """Of a request."""
+
+    model_config = ConfigDict(strict=True)
+
+    matches: list[int]
+    confidences: list[int]
+    prompt: list[int] | None = None
+    emitted: list[int] | None = None
+
+
+_HEADER = TypeAdapter(DenseTrace)
+
+
+def parse(lines: list[bytes]) -> Iterator[DenseTrace | RequestTrace]:
+    """Yield for each of a file's lines what it holds: the trace, without requests yet, then these.
+
+    Args:
+        lines: with what stands after the last line end.
+    Raises:
+        ValueError: the next line is damaged, or holds values out of range.
+    """
+    trace = _HEADER.validate_json(lines[0])
+    if trace.costs:
+        CostModel().restore(trace.costs)
+    yield trace
+    for line in lines[1:] if lines[-1] else lines[1:-1]:
+        yield _request(_Line.model_validate_json(line), trace.num_speculative_tokens)
+
+
+def _request(line: _Line, num_speculative_tokens: int) -> RequestTrace:
+    matches = _array("matches", line.matches, num_speculative_tokens, np.int64)
+    scaled = _array("confidences", line.confidences, SCALE, np.float32)
+    confidences = scaled.reshape(len(matches), num_speculative_tokens) / SCALE
+    if line.prompt is None and line.emitted is None:
+        return RequestTrace(matches, confidences)
+    if line.prompt is None or line.emitted is None:
+        raise ValueError("prompt and emitted must stand together")
+    prompt, emitted = (_array("token ids", ids, MAX_TOKEN_ID, np.int32) for ids in (line.prompt, line.emitted))
+    if len(emitted) < len(matches) or len(prompt) + len(emitted) > MAX_TEXT_TOKENS:
+        raise ValueError(
+            f"{len(prompt)} tokens of prompt and {len(emitted)} emitted, must be at least {len(matches)} emitted "
+            f"and at most {MAX_TEXT_TOKENS} in all"
+        )
+    return RequestTrace(matches, confidences, prompt, emitted)
+
+
+def _array(name: str, values: list[int], highest: int, dtype: type[np.generic]) -> np.ndarray:
+    if values and not (0 <= min(values) and max(values) <= highest):
+        raise ValueError(f"{name} must be 0 to {highest}")
+    return np.array(values, dtype=dtype)
+
+
+def write(path: str | os.PathLike, trace: DenseTrace) -> None:
     """Write a trace; compressed if the name ends in .gz, the same bytes for the same trace."""
-    header = {
-        "format": FORMAT,
-        "version": VERSION,
-        "model": trace.model,
-        "workload": trace.workload,
-        "num_speculative_tokens": trace.num_speculative_tokens,
-        "prior": list(trace.prior),
-        "costs": trace.costs,
-    }
-    lines = [header]
+    fields = {name: getattr(trace, name) for name in ("model", "workload", "num_speculative_tokens", "prior", "costs")}
+    lines: list[dict[str, Any]] = [{"format": FORMAT, "version": VERSION, **fields}]
     for request in trace.requests:
         confidences = (request.confidences * SCALE).round().astype(int)
         line = {"matches": request.matches.tolist(), "confidences": confidences.ravel().tolist()}
@@ -169,84 +254,4 @@ def write_trace(path: str | os.PathLike, trace: DenseTrace) -> None:
             line |= {"prompt": request.prompt.tolist(), "emitted": request.emitted.tolist()}
         lines.append(line)
     data = "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines).encode()
-    Path(path).write_bytes(gzip.compress(data, mtime=0) if str(path).endswith(".gz") else data)
-
-
-def read_trace(path: str | os.PathLike) -> DenseTrace:
-    """Return the trace in a file.
-
-    Raises:
-        ValueError: not a trace of this version, damaged, or with values out of range; the line is named.
-        OSError: no such file.
-    """
-    try:
-        lines = _text(Path(path)).splitlines()
-    except FileNotFoundError:
-        raise
-    except (OSError, EOFError, ValueError, zlib.error) as error:
-        raise ValueError(f"{path}: not a trace ({' '.join(str(error).split())})") from None
-    number = 1
-    try:
-        header = json.loads(lines[0]) if lines else {}
-        trace, has_texts = _header(header), header["version"] != TEXTLESS_VERSION
-        for number, line in enumerate(lines[1:], start=2):  # noqa: B007  named in the error
-            trace.requests.append(_request(json.loads(line), trace.num_speculative_tokens, has_texts))
-    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
-        reason = " ".join(str(error).split())
-        raise ValueError(f"{path}: not a trace: line {number} ({type(error).__name__}: {reason:.300})") from None
-    return trace
-
-
-def _text(path: Path) -> str:
-    """The file's text, decompressed; no more of it is ever held than `MAX_TEXT_BYTES`."""
-    with path.open("rb") as file:
-        compressed = file.read(2) == b"\x1f\x8b"
-        file.seek(0)
-        data = (gzip.GzipFile(fileobj=file) if compressed else file).read(MAX_TEXT_BYTES + 1)
-    if len(data) > MAX_TEXT_BYTES:
-        raise ValueError(f"more than {MAX_TEXT_BYTES} bytes of text")
-    return data.decode()
-
-
-def _header(header: dict[str, Any]) -> DenseTrace:
-    """A trace without requests yet."""
-    version = header.get("version")
-    if header.get("format") != FORMAT or isinstance(version, bool) or version not in (TEXTLESS_VERSION, VERSION):
-        raise ValueError(f"format and version must be {FORMAT!r} and {TEXTLESS_VERSION} or {VERSION}")
-    num_tokens = header["num_speculative_tokens"]
-    if isinstance(num_tokens, bool) or not isinstance(num_tokens, int) or not 1 <= num_tokens <= MAX_SPECULATIVE_TOKENS:
-        raise ValueError(f"num_speculative_tokens={num_tokens!r:.80}, must be 1 to {MAX_SPECULATIVE_TOKENS}")
-    costs, prior = header.get("costs") or {}, tuple(header.get("prior") or (1.0, 1.0))
-    if len(prior) != 2 or not all(isinstance(count, (int, float)) and 0 < count < float("inf") for count in prior):
-        raise ValueError(f"prior={list(prior)!r:.80}, must be two numbers above 0")
-    if costs:
-        CostModel().restore(costs)
-    return DenseTrace(header["model"], header["workload"], num_tokens, costs, [], prior)
-
-
-def _request(line: dict[str, Any], num_tokens: int, has_texts: bool) -> RequestTrace:
-    matches = np.array(line["matches"], dtype=np.int64)
-    confidences = np.array(line["confidences"], dtype=np.float32).reshape(len(matches), num_tokens) / SCALE
-    if len(matches) and not (0 <= matches.min() and matches.max() <= num_tokens):
-        raise ValueError(f"matches must be 0 to {num_tokens}")
-    if not ((confidences >= 0) & (confidences <= 1)).all():
-        raise ValueError(f"confidences must be 0 to {SCALE}")
-    if not has_texts or ("prompt" not in line and "emitted" not in line):
-        return RequestTrace(matches, confidences)
-    prompt, emitted = _token_ids(line["prompt"]), _token_ids(line["emitted"])
-    if len(emitted) < len(matches) or len(prompt) + len(emitted) > MAX_TEXT_TOKENS:
-        raise ValueError(
-            f"{len(prompt)} tokens of prompt and {len(emitted)} emitted, must be at least {len(matches)} emitted and "
-            f"at most {MAX_TEXT_TOKENS} in all"
-        )
-    return RequestTrace(matches, confidences, prompt, emitted)
-
-
-def _token_ids(ids: list[int]) -> np.ndarray:
-    """[any] int32."""
-    found = np.array(ids) if ids else np.zeros(0, dtype=np.int64)
-    if not isinstance(ids, list) or found.ndim != 1 or found.dtype.kind != "i":
-        raise ValueError("prompt and emitted must be lists of whole numbers")
-    if len(found) and not (0 <= found.min() and found.max() <= MAX_TOKEN_ID):
-        raise ValueError(f"token ids must be 0 to {MAX_TOKEN_ID}")
-    return found.astype(np.int32)
+    write_whole(path, gzip.compress(data, mtime=0) if str(path).endswith(".gz") else data)

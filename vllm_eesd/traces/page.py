@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 from importlib import resources
 from string import Template
 from typing import Any
 
-from vllm_eesd.bench.streaming import Speller
+from vllm_eesd.traces.spell import SpelledRound
 
 #: A round of median length gets so many pixels of the time line; where there are many, it scrolls.
 ROUND_PX = 15
@@ -35,48 +35,12 @@ class Generation:
     details: list[tuple[str, str]]
     prompt: str
     first: str
-    rounds: list[dict[str, Any]]
-
-
-def spell(
-    decode: Callable[[list[int]], str], prompt: list[int], output: Sequence[int], rounds: Sequence[dict[str, Any]]
-) -> tuple[str, list[dict[str, Any]]]:
-    """Return the text of what came before the first round, and every round with its tokens as text.
-
-    Args:
-        decode: token ids -> text.
-        prompt, output: the request's tokens; output may end within the last round.
-        rounds: of that request, in order, as `vllm_eesd.round_trace.read_rounds` gives them.
-    Returns:
-        Per round what the record holds, "drafted": [[text, verdict], ...] with verdicts accepted, rejected or unjudged,
-        "own": the target's own token's text ("" if the output ended before it) and "kind": what that token is:
-        corrected (a draft token was wrong), bonus (all were right) or plain (nothing was drafted).
-    Raises:
-        ValueError: the rounds are not those of this output.
-    """
-    speller = Speller(decode, prompt)
-    emitted = [token for record in rounds for token in record["emitted"]]
-    begin = next((n for n in range(len(output) + 1) if list(output[n:]) == emitted[: len(output) - n]), 0)
-    if begin > 1 or len(output) - begin > len(emitted):
-        raise ValueError(f"the rounds hold {len(emitted)} tokens, not those of an output of {len(output)}")
-    first = "".join(speller.push(token) for token in output[:begin])
-    left, spelled = len(output) - begin, []
-    for record in rounds:
-        draft, accepted = record["draft"], record["accepted"]
-        drafted = [[speller.push(token), "accepted"] for token in draft[: min(accepted, left)]]
-        for number in range(accepted, len(draft)):
-            before, after = (speller.peek(draft[accepted:end]) for end in (number, number + 1))
-            drafted.append([after[len(before) :], "rejected" if number == accepted else "unjudged"])
-        own = speller.push(record["emitted"][-1]) if left > accepted else ""
-        kind = "plain" if not draft else "bonus" if accepted == len(draft) else "corrected"
-        spelled.append({**record, "drafted": drafted, "own": own, "kind": kind})
-        left = max(left - len(record["emitted"]), 0)
-    return first, spelled
+    rounds: list[SpelledRound]
 
 
 def render(generation: Generation) -> str:
     """Return the page: one HTML document that needs nothing else."""
-    template = Template(resources.files(__package__).joinpath("trace.html").read_text(encoding="utf-8"))
+    template = Template(resources.files(__package__).joinpath("page.html").read_text(encoding="utf-8"))
     rounds = generation.rounds
     return template.substitute(
         title=escape(generation.title),
@@ -92,12 +56,12 @@ def render(generation: Generation) -> str:
     )
 
 
-def figures(rounds: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
+def figures(rounds: Sequence[SpelledRound]) -> list[tuple[str, str]]:
     """Return (name, value) pairs that sum the rounds up; nothing can be divided by where there are none."""
     emitted = sum(len(record["emitted"]) for record in rounds)
     drafted = sum(len(record["draft"]) for record in rounds)
     accepted = sum(record["accepted"] for record in rounds)
-    copied = sum(len(record["draft"]) for record in rounds if record.get("copied"))
+    copied = sum(len(record["draft"]) for record in rounds if record["copied"])
     draft_ms, verify_ms = (sum(times(record)[part] for record in rounds) for part in (0, 1))
     plain_ms = sum(record["plain_ms"] * len(record["emitted"]) for record in rounds)
     total_ms = draft_ms + verify_ms
@@ -118,21 +82,19 @@ def figures(rounds: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
     ]
 
 
-def times(record: dict[str, Any]) -> tuple[float, float]:
+def times(record: SpelledRound) -> tuple[float, float]:
     """Return a round's ms of drafting and of verification."""
     return sum(record["draft_steps_ms"]) + record["draft_rest_ms"], record["verify_ms"]
 
 
-def _shown(record: dict[str, Any]) -> dict[str, Any]:
+def _shown(record: SpelledRound) -> dict[str, Any]:
     """What the page's script shows of a round."""
-    kept = ("drafted", "confidences", "own", "kind", "batch", "plain_ms", "draft_step_ms", "posterior_mean")
     draft_ms, verify_ms = times(record)
-    shown = {name: record[name] for name in (*kept, "posterior_interval", "draft_steps_ms")}
-    shown["copied"] = bool(record.get("copied"))  # a trace of the version before copies has no word of it
+    shown = {name: value for name, value in record.items() if name not in ("request", "draft", "emitted")}
     return shown | {"draft_ms": draft_ms, "verify_ms": verify_ms, "num_emitted": len(record["emitted"])}
 
 
-def _round(number: int, record: dict[str, Any]) -> str:
+def _round(number: int, record: SpelledRound) -> str:
     accepted = [text for text, verdict in record["drafted"] if verdict == "accepted"]
     tokens = [_token(text, "accepted") for text in accepted] + [_token(record["own"], record["kind"])]
     return f'<span class="round" data-round="{number}">{"".join(tokens)}</span>'
@@ -147,14 +109,14 @@ def _text(text: str) -> str:
     return escape(text).replace("\n", '<i class="line-end"></i>\n')
 
 
-def _timeline(rounds: Sequence[dict[str, Any]]) -> str:
+def _timeline(rounds: Sequence[SpelledRound]) -> str:
     """Bars over time: above what each round emitted, below its drafting and its verification."""
     if not rounds:
         return ""
     starts = [record["at_s"] * 1e3 - rounds[0]["at_s"] * 1e3 for record in rounds]
     total = starts[-1] + sum(times(rounds[-1]))
     lengths = sorted(sum(times(record)) for record in rounds)
-    width = total / lengths[len(lengths) // 2] * ROUND_PX
+    width = total / (lengths[len(lengths) // 2] or 1.0) * ROUND_PX
     unit = TOKENS_HEIGHT / max(len(record["emitted"]) for record in rounds)
     bars = []
     for number, (start, record) in enumerate(zip(starts, rounds, strict=True)):

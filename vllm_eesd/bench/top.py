@@ -14,7 +14,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from vllm_eesd.view.scrape import Figures, Snapshot, between, fetch, metrics_url, parse
+from vllm_eesd.bench.scrape import Figures, Snapshot, between, fetch, metrics_url, parse
 
 #: Snapshots kept: what "the last minute" and the lines of history are made from.
 HISTORY = 60
