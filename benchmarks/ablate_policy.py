@@ -1,10 +1,11 @@
 """What each tuned constant of the goodput policy earns: replays with it doubled, halved and removed.
 
-    PYTHONPATH=benchmarks python benchmarks/ablate_policy.py     # one core, less than 12 minutes; seeded
+    PYTHONPATH=benchmarks python benchmarks/ablate_policy.py     # seeded; one core, less than 12 minutes
     PYTHONPATH=benchmarks python benchmarks/pages.py constants   # docs/policies.md: the table
 
 Goodput is that of the replay's own clock, so other work on the machine does not move it. A replay here also drives the
-idle back-off, and a decision that drafts nothing takes `DECISION_RATIO` of a plain step.
+idle back-off, and a decision that drafts nothing takes `DECISION_RATIO` of a plain step. Rows are written as they are
+found, and those of --json are not replayed again: remove the file after a change of the policy.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from typing import Any, NamedTuple
 import numba
 import numpy as np
 from numba.core.dispatcher import Dispatcher
-from pages import PRIOR, RECORDED, RESULTS
+from pages import PRIOR, RECORDED, RESULTS, load
 from synthetic import synthetic_trace, text_trace
 
 from vllm_eesd.policy import BetaPosterior, DraftLengthPolicy, build_policy
@@ -187,23 +188,27 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, default=RESULTS / "ablate_policy.json")
     args = parser.parse_args()
+    result = load(args.json, {"rows": []})
+    found = {(row["constant"], row["value"], row["variant"], row["at"]) for row in result["rows"]}
     told = cases()
     unchanged = {label: goodputs(case, range(MORE_SEEDS * case.num_seeds), {}) for label, case in told.items()}
-    rows = []
-    for name, removed in ((f"{module}.{c}", at) for module, found in REMOVED.items() for c, at in found.items()):
+    result["noise"] = {label: noise(goodput) for label, goodput in unchanged.items()}
+    for name, removed in ((f"{module}.{c}", at) for module, names in REMOVED.items() for c, at in names.items()):
         value = pkgutil.resolve_name(f"vllm_eesd.{name}")
         for variant, at in variants(name, value, removed).items():
+            row = {"constant": name, "value": str(value), "variant": variant, "at": str(at)}
+            if tuple(row.values()) in found:
+                continue
             with changed(name, at) as policy_args:
-                percents = {
+                row["percent"] = percents = {
                     label: percent(case, unchanged[label], policy_args)
                     for label, case in told.items()
                     # n-gram drafts are made of texts.
                     if not name.startswith("round.ngram") or case.trace.requests[0].prompt is not None
                 }
             print(f"{name:36}{variant:8} {min(percents.values()):7.2f}", flush=True)
-            rows.append({"constant": name, "value": str(value), "variant": variant, "at": str(at), "percent": percents})
-    result = {"rows": rows, "noise": {label: noise(found) for label, found in unchanged.items()}}
-    args.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+            result["rows"].append(row)
+            args.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
