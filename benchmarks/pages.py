@@ -3,10 +3,11 @@
     python benchmarks/pages.py results readme      # docs/results.md, its plots and the README's table (make bench)
     python benchmarks/pages.py reliability         # docs/reliability.md and docs/compatibility.md (make reliability)
     python benchmarks/pages.py policies            # docs/policies.md: replays every policy, which takes two minutes
+    python benchmarks/pages.py constants           # docs/policies.md: what each constant earns
 
 Results are written by benchmarks/measure_all.py (latency-*, throughput-*, methods.json), benchmarks/waterfall.py,
-benchmarks/harness.py (*.csv), benchmarks/bench_live_policies.py and the tests (fuzz, soak, features);
-published.json holds others' figures, each with its source. What is not there is left out.
+benchmarks/harness.py (*.csv), benchmarks/bench_live_policies.py, benchmarks/ablate_policy.py and the tests (fuzz,
+soak, features); published.json holds others' figures, each with its source. What is not there is left out.
 """
 
 from __future__ import annotations
@@ -25,7 +26,6 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS, DOCS, README = ROOT / "benchmarks" / "results", ROOT / "docs", ROOT / "README.md"
-OPEN, CLOSE = "<!-- figures -->", "<!-- /figures -->"
 #: What a workload's prompts are; models/make/make_workloads.py and models/make/make_prompts.py make them.
 WORKLOADS = {
     "held_out_code": "Pieces of source files that the model never saw.",
@@ -244,10 +244,21 @@ def policy_figures(plot_file: Path, folder: Path = RESULTS) -> str:
     return render("policies.md.j2", recorded=recorded, live=live, synthetic=synthetic)
 
 
-def write_figures(path: Path, figures: str) -> None:
-    """Put generated text between a page's two marks."""
-    before, rest = path.read_text(encoding="utf-8").split(OPEN)
-    path.write_text(f"{before}{OPEN}\n{figures}{CLOSE}{rest.split(CLOSE)[1]}", encoding="utf-8")
+def constants_table(folder: Path = RESULTS) -> str:
+    """Return docs/policies.md's table of constants: the most that each variant loses on any trace, and where."""
+    made, found = load(folder / "ablate_policy.json"), {}
+    for row in made["rows"]:
+        where, least = min(row["percent"].items(), key=lambda item: item[1])
+        row["shown"] = f"{least:.1f} ({where})"
+        found.setdefault((row["constant"], row["value"]), {})[row["variant"]] = row
+    return render("constants.md.j2", found=found, noise=made["noise"])
+
+
+def write_figures(path: Path, figures: str, mark: str = "figures") -> None:
+    """Put generated text between two marks of a page."""
+    opening, closing = f"<!-- {mark} -->", f"<!-- /{mark} -->"
+    before, rest = path.read_text(encoding="utf-8").split(opening)
+    path.write_text(f"{before}{opening}\n{figures}{closing}{rest.split(closing)[1]}", encoding="utf-8")
 
 
 def reliability() -> None:
@@ -266,7 +277,12 @@ def policies() -> None:
     write_figures(DOCS / "policies.md", policy_figures(DOCS / "policies.png"))
 
 
-PAGES = {"results": results, "readme": readme, "reliability": reliability, "policies": policies}
+def constants() -> None:
+    """Write the table of constants of docs/policies.md."""
+    write_figures(DOCS / "policies.md", constants_table(), "constants")
+
+
+PAGES = {"results": results, "readme": readme, "reliability": reliability, "policies": policies, "constants": constants}
 
 
 def main() -> int:

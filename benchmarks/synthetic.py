@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
+from tokenizers import Tokenizer
 
+from vllm_eesd.bench.prompts import read_prompts
 from vllm_eesd.traces.dense import DenseTrace, RequestTrace
 
+MODELS = Path(__file__).resolve().parents[1] / "models"
 #: Acceptance of a first draft token in each regime, by how far apart the regimes are.
 SPREADS = {"narrow": (0.6, 0.7, 0.8), "medium": (0.4, 0.65, 0.85), "wide": (0.1, 0.6, 0.92)}
 #: How much of the log-odds that decide a token's fate its confidence shows.
@@ -54,6 +59,25 @@ def synthetic_trace(
         seen = base[text] + (quality**2 * own + quality * hidden)[text] - POSITION_LOSS * position
         requests.append(RequestTrace(matches.astype(np.int64), (1 / (1 + np.exp(-seen))).astype(np.float32)))
     return DenseTrace("synthetic", f"regimes {tuple(regimes)}", num_speculative_tokens, {}, requests)
+
+
+def text_trace(num_tokens: int = 300) -> DenseTrace:
+    """Return a trace with texts: code that people wrote and, in turn, random tokens of a small vocabulary.
+
+    Drafts of the exit head are those of `synthetic_trace`, so only n-gram drafts tell the texts apart.
+    """
+    tokenizer = Tokenizer.from_file(str(MODELS / "eesd-code-10m" / "tokenizer.json"))
+    prompts = read_prompts(MODELS / "prompts" / "long_context.jsonl")
+    generator = np.random.default_rng(0)
+    made = synthetic_trace(
+        SPREADS["medium"], 0.6, num_requests=2 * len(prompts), num_tokens=num_tokens, num_speculative_tokens=16
+    )
+    requests = []
+    for index, request in enumerate(made.requests):
+        code = np.array(tokenizer.encode(prompts[index // 2].text).ids, dtype=np.int32)[: 1000 + num_tokens]
+        text = generator.integers(0, 200, 2 * num_tokens).astype(np.int32) if index % 2 else code
+        requests.append(replace(request, prompt=text[:-num_tokens], emitted=text[-num_tokens:]))
+    return replace(made, requests=requests)
 
 
 def _regimes(num_regimes: int, length: int, mean_stay: float | None, generator: np.random.Generator) -> np.ndarray:
