@@ -30,7 +30,8 @@ from synthetic import synthetic_trace, text_trace
 from vllm_eesd.policy import BetaPosterior, DraftLengthPolicy, build_policy
 from vllm_eesd.simulate.replay import Batch, PolicyDrafter, replay
 from vllm_eesd.simulate.world import World
-from vllm_eesd.traces.dense import DenseTrace, read_trace
+from vllm_eesd.traces.dense import DenseTrace
+from vllm_eesd.traces.read import read_dense
 
 #: Time of a decision that drafts nothing, in plain steps: as measured on the embedded model, see docs/policies.md.
 DECISION_RATIO = 0.03
@@ -76,7 +77,7 @@ class Case(NamedTuple):
 
 def cases() -> dict[str, Case]:
     """Return the recorded traces, and synthetic ones: nothing accepted, acceptance that changes, texts that repeat."""
-    code, repetitive, random = map(read_trace, RECORDED)
+    code, repetitive, random = map(read_dense, RECORDED)
     never = replace(synthetic_trace((1e-6,), 0.6, 64, 150), prior=PRIOR)
     changing = replace(synthetic_trace((0.95, 0.02, 0.6), 0.6, 16, 400, None), prior=PRIOR, costs=code.costs)
     texts = replace(text_trace(), prior=PRIOR, costs=code.costs)
