@@ -1,6 +1,7 @@
 """`vllm serve MODEL --speculative-config eesd` and the OpenAI client, as a user would run them."""
 
 import concurrent.futures
+import contextlib
 import json
 import os
 import signal
@@ -63,7 +64,8 @@ def server(embedded_model, tmp_path_factory):
         yield f"http://127.0.0.1:{port}"
     finally:
         # The whole session: killing only the parent would leave the engine core behind.
-        os.killpg(process.pid, signal.SIGTERM)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGTERM)
         try:
             process.wait(30)
         except subprocess.TimeoutExpired:

