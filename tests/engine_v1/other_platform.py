@@ -86,9 +86,9 @@ def config():
 
 
 def worker_seams():
-    from vllm_eesd.host import worker_seams
+    from vllm_eesd.host import plugin
 
-    worker_seams.install("V2")
+    plugin.prepare_worker("V2", "V2")
 
 
 def main():

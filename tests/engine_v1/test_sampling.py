@@ -16,9 +16,9 @@ def test_sampling_parameters_reach_every_drafted_row():
     """The seam at expand_batch_to_tokens: vLLM 0.32's CPU kernel leaves its output unwritten."""
     from vllm.v1.sample import rejection_sampler
 
-    from vllm_eesd.host import worker_seams
+    from vllm_eesd.host import plugin
 
-    worker_seams.install("V1")
+    plugin.prepare_worker("V1", "V1")
     cumulative = torch.tensor([2, 2, 5], dtype=torch.int32)
     for values in (torch.tensor([0.5, 9.0, 1.5]), torch.tensor([4, 9, 2], dtype=torch.int32)):
         expanded = rejection_sampler.expand_batch_to_tokens(values, cumulative, 5)
@@ -33,12 +33,12 @@ def test_placeholder_drafts_are_rejected(sampled):
     from vllm.platforms import current_platform
     from vllm.v1.sample import rejection_sampler
 
-    from vllm_eesd.host import worker_seams
+    from vllm_eesd.host import plugin
 
     if not current_platform.is_cpu():
         pytest.skip("vLLM's kernels for other devices reject placeholders themselves")
     current_platform.register_triton_kernel_overrides()  # a worker does it when it starts
-    worker_seams.install("V1")
+    plugin.prepare_worker("V1", "V1")
     torch.manual_seed(0)
     num_reqs, target = 20_000, torch.tensor([0.05, 0.15, 0.2, 0.6])
     drafts = torch.tensor([1, -1, -1, -1, -1], dtype=torch.int32).repeat(num_reqs)

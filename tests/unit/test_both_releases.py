@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from vllm_eesd.host import worker_seams
+from vllm_eesd.host import engine_seams
 from vllm_eesd.host.v1 import seams as v1_seams
 from vllm_eesd.host.v2 import seams as v2_seams
 
@@ -32,7 +32,7 @@ def test_costs_are_profiled_on_the_right_side_of_vllms_warm_up(attribute, expect
 
     runner = SimpleNamespace(drafter=None, speculator=None)
     setattr(runner, attribute, Drafter(order))
-    compile_or_warm_up_model = worker_seams._wrap_compile_or_warm_up_model(original)
+    compile_or_warm_up_model = engine_seams._wrap_compile_or_warm_up_model(original)
     assert compile_or_warm_up_model(SimpleNamespace(model_runner=runner)) == "times"
     assert order == expected
 
@@ -40,7 +40,7 @@ def test_costs_are_profiled_on_the_right_side_of_vllms_warm_up(attribute, expect
 @pytest.mark.parametrize("drafter", [None, object()], ids=["no drafter", "a drafter of vLLM's"])
 def test_other_workers_are_warmed_up_as_ever(drafter):
     worker = SimpleNamespace(model_runner=SimpleNamespace(drafter=drafter))
-    assert worker_seams._wrap_compile_or_warm_up_model(lambda self: self)(worker) is worker
+    assert engine_seams._wrap_compile_or_warm_up_model(lambda self: self)(worker) is worker
 
 
 @pytest.mark.parametrize("more", [{}, {"fly_window_size": None, "fly_entropy_threshold": None, "fly_entropy_top_k": 3}])

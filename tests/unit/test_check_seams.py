@@ -38,9 +38,9 @@ def make_wheel(tmp_path):
 
 def modules_of_ours():
     """The modules of vLLM that EESD wraps or imports from."""
-    files = Path(plugin.__file__).parent.rglob("*compat.py")
-    nodes = (node for path in files for node in ast.parse(path.read_text()).body)
-    return {seam.module for seam in SEAMS} | {node.module for node in nodes if isinstance(node, ast.ImportFrom)}
+    files = Path(plugin.__file__).parent.rglob("*.py")
+    nodes = (node for path in files for node in ast.parse(path.read_text()).body if isinstance(node, ast.ImportFrom))
+    return {seam.module for seam in SEAMS} | {node.module for node in nodes if node.module.startswith("vllm.")}
 
 
 def run(wheel):

@@ -12,7 +12,7 @@ import pytest
 import vllm
 from vllm.platforms import current_platform
 
-from vllm_eesd.host import engine_seams, plugin, seams, vllm_source, worker_seams
+from vllm_eesd.host import engine_seams, plugin, seams, vllm_source
 from vllm_eesd.host.v1 import seams as v1_seams
 
 # Locating the CPU's seams imports its worker, which replaces parts of torch.cuda: not where that is in use.
@@ -20,9 +20,8 @@ pytestmark = pytest.mark.skipif(not current_platform.is_cpu(), reason="the CPU's
 
 SEAMS = [seam for records in plugin.PLACES.values() for seam in records]
 TARGETS = [seam.target for seam in SEAMS]
-#: Those that an engine on a CPU without Triton needs, by the name of the module that lists them.
-LISTS = {"engine_seams": engine_seams, "worker_seams": worker_seams, "v1_seams": v1_seams}
-NEEDED = [(name, index) for name, module in LISTS.items() for index in range(len(module.SEAMS))]
+#: Those that an engine on a CPU without Triton needs, by where they are installed.
+NEEDED = [(place, i) for place in ("every process", "worker", "worker, V1") for i in range(len(plugin.PLACES[place]))]
 
 
 def attribute(seam):
@@ -74,12 +73,11 @@ def test_a_seam_wraps_once_and_comes_off_again(bare_host, index):
     assert function(attribute(seam)) is function(bare_host[index])
 
 
-@pytest.mark.parametrize(("name", "index"), NEEDED)
-def test_a_changed_host_gets_no_seam_at_all(bare_host, monkeypatch, name, index):
-    module = LISTS[name]
-    changed = list(module.SEAMS)
+@pytest.mark.parametrize(("place", "index"), NEEDED)
+def test_a_changed_host_gets_no_seam_at_all(bare_host, monkeypatch, place, index):
+    changed = list(plugin.PLACES[place])
     changed[index] = dataclasses.replace(changed[index], digests=("0" * 16,))
-    monkeypatch.setattr(module, "SEAMS", tuple(changed))
+    monkeypatch.setitem(plugin.PLACES, place, changed)
     plugin.register()
     for seam, original in zip(SEAMS[1:], bare_host[1:], strict=True):
         assert attribute(seam) is original
@@ -92,9 +90,9 @@ def test_a_changed_host_gets_no_seam_at_all(bare_host, monkeypatch, name, index)
 def test_a_worker_whose_seams_do_not_fit_refuses_before_it_installs_any(bare_host, monkeypatch):
     changed = list(v1_seams.SEAMS)
     changed[-1] = dataclasses.replace(changed[-1], digests=("0" * 16,))
-    monkeypatch.setattr(v1_seams, "SEAMS", tuple(changed))
+    monkeypatch.setitem(plugin.PLACES, "worker, V1", changed)
     with pytest.raises(RuntimeError, match="Worker.sample_tokens its code has changed"):
-        worker_seams.prepare_runner("V1", "V1")
+        plugin.prepare_worker("V1", "V1")
     assert [attribute(seam) for seam in SEAMS] == bare_host
 
 
@@ -102,10 +100,10 @@ def test_registration_wraps_what_every_process_needs_and_nothing_of_a_worker(bar
     for _ in range(2):
         plugin.register()
         wrapped = [seam for seam in SEAMS if hasattr(function(attribute(seam)), seams._MARK)]
-        assert wrapped == list(engine_seams.SEAMS)
-    worker_seams.prepare_runner("V1", "V1")
+        assert wrapped == list(plugin.PLACES["every process"])
+    plugin.prepare_worker("V1", "V1")
     wrapped = [seam for seam in SEAMS if hasattr(function(attribute(seam)), seams._MARK)]
-    assert wrapped == [*engine_seams.SEAMS, *worker_seams.SEAMS, *v1_seams.SEAMS]
+    assert wrapped == [*plugin.PLACES["every process"], *plugin.PLACES["worker"], *v1_seams.SEAMS]
 
 
 def test_a_check_that_fails_is_a_refusal_not_a_crash(bare_host, monkeypatch):

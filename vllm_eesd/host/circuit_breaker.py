@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import traceback
-from typing import Any
 
-from vllm_eesd.host.config_compat import get_tp_group, init_logger
+from vllm.distributed.parallel_state import get_tp_group
+from vllm.logger import init_logger
 
 logger = init_logger("vllm.eesd")
 #: Faults after which speculation stays off until the process is started again.
@@ -73,7 +73,7 @@ class CircuitBreaker:
             logger.warning("eesd: drafting failed, no request drafts in this round; requests go on: %s", cause)
         logger.debug("eesd: the fault in full", exc_info=error)
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, int]:
         """Return what the metrics show: faults since the start, and whether speculation is off because of them."""
         return {"drafter_faults": self.num_faults, "speculation_off": self.is_open}
 

@@ -1,4 +1,4 @@
-"""The only place that names vLLM's internal types (a config's own: `config_compat`). Importing it imports vLLM."""
+"""The names of vLLM's internals that a worker needs, in one place. A front end imports nothing of this."""
 
 from vllm.compilation.backends import set_model_tag
 from vllm.compilation.decorators import support_torch_compile

@@ -1,31 +1,36 @@
-"""The places wrapped in every process, EESD asked for or not, once vLLM imports them: plain engines pass through."""
+"""The places wrapped for both model runners alike: in every process, where plain engines pass through; in a worker."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any
 
-from vllm_eesd.host.seams import Seam
+from vllm_eesd.host.seams import Function, Seam
 
 #: Why asking for EESD is an error in this process; "" where it is not.
 refusal = ""
 
 
-def is_eesd(spec: Any) -> bool:
+def is_eesd(spec: object) -> bool:
     """Return whether a `speculative_config` asks for EESD: the bare word or a mapping with `method` "eesd"."""
     return spec == "eesd" or (isinstance(spec, Mapping) and spec.get("method") == "eesd")
 
 
-def _wrap_create_speculative_config(original: Callable[..., Any]) -> Callable[..., Any]:
-    def create_speculative_config(self, *args, **kwargs):
+def is_eesd_config(config: object) -> bool:
+    """Return whether vLLM's speculative config is EESD's; a plain engine, which has None, loads no code for it."""
+    if config is None:
+        return False
+    from vllm_eesd.host.speculative import EESDSpeculativeConfig
+
+    return isinstance(config, EESDSpeculativeConfig)
+
+
+def _wrap_create_speculative_config(original: Function) -> Function:
+    def create_speculative_config(self, target_model_config, target_parallel_config):
         if not is_eesd(self.speculative_config):
-            return original(self, *args, **kwargs)
+            return original(self, target_model_config, target_parallel_config)
         if refusal:
             raise ValueError(refusal)
-        return build(self, *args, **kwargs)
-
-    def build(self, target_model_config, target_parallel_config):
         from vllm_eesd.host.speculative import EESDSpeculativeConfig, check_kv_connector
 
         check_kv_connector(self.kv_transfer_config, self.kv_offloading_size)
@@ -36,10 +41,10 @@ def _wrap_create_speculative_config(original: Callable[..., Any]) -> Callable[..
     return create_speculative_config
 
 
-def _or_bare_word(read: Callable[[str], Any]) -> Callable[[str], Any]:
+def _or_bare_word(read: Callable[[str], object]) -> Callable[[str], object]:
     """Return an argparse type that takes the bare word `eesd` and reads everything else as before."""
 
-    def read_or_word(text: str) -> Any:
+    def read_or_word(text: str) -> object:
         try:
             return text if text == "eesd" else read(text)
         except RecursionError:  # argparse makes one line of a ValueError only
@@ -48,7 +53,7 @@ def _or_bare_word(read: Callable[[str], Any]) -> Callable[[str], Any]:
     return read_or_word
 
 
-def _wrap_add_cli_args(original: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_add_cli_args(original: Function) -> Function:
     def add_cli_args(parser):
         parser = original(parser)
         for action in parser._actions:
@@ -59,52 +64,48 @@ def _wrap_add_cli_args(original: Callable[..., Any]) -> Callable[..., Any]:
     return add_cli_args
 
 
-def _wrap_num_lookahead_tokens(original: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_num_lookahead_tokens(original: Function) -> Function:
     def num_lookahead_tokens(self):
-        if self.speculative_config is None:  # a plain engine loads none of EESD's code
-            return original(self)
-        from vllm_eesd.host.speculative import EESDSpeculativeConfig
-
-        if isinstance(self.speculative_config, EESDSpeculativeConfig):
-            return self.speculative_config.num_speculative_tokens
-        return original(self)
+        config = self.speculative_config
+        return config.num_speculative_tokens if is_eesd_config(config) else original(self)
 
     return num_lookahead_tokens
 
 
-def _wrap_validate_params(original: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_validate_params(original: Function) -> Function:
     def _validate_params(self, params, *args, **kwargs):
         validated = original(self, params, *args, **kwargs)
-        if self.speculative_config is not None and (extra_args := getattr(params, "extra_args", None)):
-            from vllm_eesd.host.speculative import EESDSpeculativeConfig, RequestRefused
+        extra_args = getattr(params, "extra_args", None)
+        if extra_args and is_eesd_config(self.speculative_config):
+            from vllm_eesd.host.speculative import RequestRefused
             from vllm_eesd.request_options import RequestOptions
 
-            if isinstance(self.speculative_config, EESDSpeculativeConfig):
-                try:
-                    RequestOptions.parse(extra_args)
-                except ValueError as error:
-                    raise RequestRefused(str(error)) from None
+            try:
+                RequestOptions.parse(extra_args)
+            except ValueError as error:
+                raise RequestRefused(str(error)) from None
         return validated
 
     return _validate_params
 
 
-def _wrap_worker_init(original: Callable[..., Any]) -> Callable[..., Any]:
-    def __init__(self, *args, **kwargs):
-        original(self, *args, **kwargs)
-        config = self.vllm_config.speculative_config
-        if config is None:
-            return
-        from vllm_eesd.host.speculative import EESDSpeculativeConfig
-        from vllm_eesd.host.worker_seams import prepare_runner
+def _wrap_compile_or_warm_up_model(original: Function) -> Function:
+    def compile_or_warm_up_model(self):
+        drafter = getattr(self.model_runner, "drafter", None)
+        if hasattr(drafter, "profile_costs"):  # V1's; vLLM's own have no such method
+            drafter.profile_costs(self.model_runner)
+        times = original(self)  # which resets the random seed
+        # V2's, where that runs on a CPU. A vLLM that warms it up with requests of its own making does so in there:
+        # nothing may be learned from them, and learning begins with this call.
+        speculator = getattr(self.model_runner, "speculator", None)
+        if hasattr(speculator, "profile_costs"):
+            speculator.profile_costs(self.model_runner)
+        return times
 
-        if isinstance(config, EESDSpeculativeConfig):
-            prepare_runner(config.runner, "V2" if self.use_v2_model_runner else "V1")
-
-    return __init__
+    return compile_or_warm_up_model
 
 
-def _wrap_executor_sample_tokens(original: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_executor_sample_tokens(original: Function) -> Function:
     def sample_tokens(self, *args, **kwargs):
         output = original(self, *args, **kwargs)
         self.eesd_drafts = getattr(output, "eesd_drafts", None)
@@ -113,7 +114,7 @@ def _wrap_executor_sample_tokens(original: Callable[..., Any]) -> Callable[..., 
     return sample_tokens
 
 
-def _wrap_executor_take_draft_token_ids(original: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_executor_take_draft_token_ids(original: Function) -> Function:
     def take_draft_token_ids(self):
         drafts, self.eesd_drafts = getattr(self, "eesd_drafts", None), None
         return original(self) if drafts is None else drafts or None
@@ -121,7 +122,7 @@ def _wrap_executor_take_draft_token_ids(original: Callable[..., Any]) -> Callabl
     return take_draft_token_ids
 
 
-def _wrap_rebind_kernels(original: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_rebind_kernels(original: Function) -> Function:
     def _rebind_kernels(overrides):
         llvmlite = sys.modules.get("llvmlite.binding.ffi")
         if llvmlite is not None:
@@ -163,13 +164,6 @@ SEAMS = (
         retired_by="the speculative config taking part in SamplingParams.verify",
     ),
     Seam(
-        target="vllm.v1.worker.gpu_worker:Worker.__init__",
-        digests=("c6d617e16f8e2c65", "7b204442e22ca33d"),
-        wrap=_wrap_worker_init,
-        why="the model runner's own seams go in where a worker is about to build it for EESD, not in every process",
-        retired_by="a registry of speculators that plugins can add to",
-    ),
-    Seam(
         target="vllm.v1.executor.multiproc_executor:MultiprocExecutor.sample_tokens",
         digests=("f2014902518764ba",),
         wrap=_wrap_executor_sample_tokens,
@@ -198,3 +192,14 @@ SEAMS = (
 
 #: Also installed where the seams do not fit, to say why EESD is refused.
 SIGNPOST = SEAMS[0]
+#: Wrapped in a worker that is about to build its model runner for EESD.
+WORKER_SEAMS = (
+    Seam(
+        target="vllm.v1.worker.cpu_worker:CPUWorker.compile_or_warm_up_model",
+        digests=("a69f3d323356ee82", "7ae60223a4c8c28c"),
+        wrap=_wrap_compile_or_warm_up_model,
+        why="draft lengths follow from what steps cost; they are timed once the model is compiled",
+        retired_by="the worker warming up custom_class proposers",
+        platform="cpu",
+    ),
+)

@@ -17,13 +17,12 @@ import weakref
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from prometheus_client import REGISTRY
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from vllm_eesd.host.circuit_breaker import CircuitBreaker
 from vllm_eesd.round.counters import DraftStats
 
 PUBLISH_EVERY_S = 1.0
@@ -43,6 +42,12 @@ OFF = "speculation_off"
 OFF_HELP = "1 once repeated faults have switched speculation off until a restart, else 0."
 LENGTHS = "draft_length_rounds"
 LENGTHS_HELP = "Rounds by the number of draft tokens judged."
+
+
+class Faults(Protocol):
+    """What counts the faults while drafting: a `CircuitBreaker`."""
+
+    def as_dict(self) -> dict[str, int]: ...
 
 
 class DraftCollector(Collector):
@@ -98,7 +103,7 @@ def make_metrics_directory() -> str:
     return directory
 
 
-def publish(directory: str, engine: int, stats: DraftStats, breaker: CircuitBreaker) -> None:
+def publish(directory: str, engine: int, stats: DraftStats, breaker: Faults) -> None:
     """Keep a file with these counters up to date from a thread, for as long as `stats` exists and the directory does.
 
     Args:
@@ -111,7 +116,7 @@ def publish(directory: str, engine: int, stats: DraftStats, breaker: CircuitBrea
     threading.Thread(target=_publish_on, args=arguments, name="eesd-metrics", daemon=True).start()
 
 
-def _publish_on(directory: str, engine: int, reference: weakref.ref[DraftStats], breaker: CircuitBreaker) -> None:
+def _publish_on(directory: str, engine: int, reference: weakref.ref[DraftStats], breaker: Faults) -> None:
     path, last, pause = Path(directory) / f"{engine}.json", None, threading.Event()
     while (stats := reference()) is not None:
         figures = _figures(stats) | breaker.as_dict()

@@ -15,6 +15,8 @@ from typing import Any
 from vllm_eesd.host import vllm_source
 from vllm_eesd.host.on_import import when_imported
 
+#: A function of vLLM's, or what stands in for it.
+Function = Callable[..., Any]
 #: Set on a wrapper, so that installing twice is seen.
 _MARK = "_eesd_seam"
 _INSTALLING = threading.Lock()
@@ -37,7 +39,7 @@ class Seam:
 
     target: str
     digests: tuple[str, ...]
-    wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
+    wrap: Callable[[Function], Function]
     why: str
     retired_by: str
     upstream: str = ""
@@ -113,21 +115,21 @@ def _replaced(seam: Seam) -> str:
     return f"has been replaced by {owner}:{name}"
 
 
-def _locate(module: ModuleType, qualified: str) -> tuple[type | ModuleType, str, Any]:
+def _locate(module: ModuleType, qualified: str) -> tuple[type | ModuleType, str, object]:
     """Return (class or module, attribute name, the raw attribute) of a seam's target."""
     class_name, _, attribute = qualified.rpartition(".")
     owner = getattr(module, class_name) if class_name else module
     return owner, attribute, inspect.getattr_static(owner, attribute)
 
 
-def _function_of(raw: Any) -> Callable[..., Any]:
+def _function_of(raw: object) -> Function:
     """Return the plain function of a method, static method or property."""
     if isinstance(raw, property):
         return raw.fget
     return getattr(raw, "__func__", raw)
 
 
-def _rewrapped(raw: Any, function: Callable[..., Any]) -> Any:
+def _rewrapped(raw: object, function: Function) -> object:
     """Return `function` as the kind of attribute `raw` is."""
     if isinstance(raw, property):
         return property(function)

@@ -7,9 +7,11 @@ import os
 from pathlib import Path
 from typing import Any
 
+from vllm.config import ModelConfig, ParallelConfig, SpeculativeConfig
+from vllm.exceptions import VLLMValidationError
+
 from vllm_eesd.config import LONGEST_COPY, LONGEST_DRAFT, EESDConfig
 from vllm_eesd.exit_head.checkpoint import ExitHeadConfig, Verifier, read_tensors
-from vllm_eesd.host.config_compat import ModelConfig, ParallelConfig, SpeculativeConfig, VLLMValidationError
 from vllm_eesd.host.environment import Environment, read_environment
 from vllm_eesd.host.metrics import make_metrics_directory
 from vllm_eesd.policy_args import read_policy_args

@@ -14,7 +14,6 @@ from vllm_eesd.host.compat import (
     support_torch_compile,
 )
 from vllm_eesd.host.model.draft_vocabulary import DraftVocabulary
-from vllm_eesd.host.model.exit_head import DeepContextHead, ExitHead
 from vllm_eesd.host.model.layers import carries_residual, normed, run_layer, summed
 
 #: What every compiled draft step's batch is.
@@ -31,7 +30,7 @@ class DraftLayers(nn.Module):
         prefix: vLLM's, unused.
         target: loaded.
         exit_layer: N.
-        head: None drafts with the target's own norm.
+        head: an `exit_head.ExitHead`; None drafts with the target's own norm.
     """
 
     def __init__(
@@ -41,7 +40,7 @@ class DraftLayers(nn.Module):
         prefix: str = "",
         target: nn.Module,
         exit_layer: int,
-        head: ExitHead | None,
+        head: nn.Module | None,
     ) -> None:
         super().__init__()
         # Tuples hide the target's modules from this one's parameter list.
@@ -61,7 +60,7 @@ class DraftLayers(nn.Module):
     @property
     def reads_target_output(self) -> bool:
         """Whether `round_context` needs the target's output at all."""
-        return isinstance(self._head[0], DeepContextHead)
+        return self._head[0] is not None and self._head[0].reads_target_output
 
     def round_context(self, target_hidden_states: torch.Tensor) -> torch.Tensor | None:
         """Return the `context` of a round's steps, see `ExitHead.round_context`."""

@@ -20,6 +20,7 @@ from vllm_eesd.host.compat import (
     VllmConfig,
     direct_register_custom_op,
     get_forward_context,
+    init_logger,
     process_weights_after_loading,
     set_default_torch_dtype,
 )
@@ -29,6 +30,8 @@ from vllm_eesd.host.model.layers import carries_residual, run_layer, summed
 if TYPE_CHECKING:
     from vllm.model_executor.layers.attention import Attention
     from vllm.model_executor.models.utils import WeightsMapper
+
+logger = init_logger("vllm.eesd")
 
 
 def kv_fill(
@@ -84,10 +87,12 @@ class ExitHead(nn.Module):
         config: the head's.
     Attributes:
         vocabulary: what of the target's vocabulary it drafts from; None is all of it. Set by `load`.
+        reads_target_output: whether `round_context` makes anything of the target's output.
     Source: arXiv 2406.03853, section 3.1 (early-exiting layer).
     """
 
     vocabulary: DraftVocabulary | None
+    reads_target_output = False
 
     def __init__(self, vllm_config: VllmConfig, target: nn.Module, config: ExitHeadConfig) -> None:
         super().__init__()
@@ -188,6 +193,8 @@ class DeepContextHead(ExitHead):
     produced the round's input token is also added, projected, to the layer's input in every step of the round.
     """
 
+    reads_target_output = True
+
     def __init__(self, vllm_config: VllmConfig, target: nn.Module, config: ExitHeadConfig) -> None:
         super().__init__(vllm_config, target, config)
         attention, hidden_size = self.layer.self_attn, vllm_config.model_config.hf_text_config.hidden_size
@@ -255,6 +262,24 @@ class MlpHead(ExitHead):
 
 
 HEAD_CLASSES = {"transformer": ExitHead, "deep_context": DeepContextHead, "mlp": MlpHead}
+
+
+def load_head(
+    vllm_config: VllmConfig, target: nn.Module, config: ExitHeadConfig, directory: str | None
+) -> ExitHead | None:
+    """Return the exit head, its KV fill hooked into the target; None where the target's own norm drafts.
+
+    Must be called inside `set_current_vllm_config`.
+
+    Args:
+        directory: of the head's weights, None where it has none.
+    """
+    logger.info("EESD drafts with layers 0..%d and a %s exit head", config.exit_layer - 1, config.head_type)
+    if directory is None:
+        return None
+    head = HEAD_CLASSES[config.head_type].load(vllm_config, target, config, directory)
+    head.hook_kv_fill(target, config.exit_layer)
+    return head
 
 
 def _build(module_class: type[nn.Module], available: dict[str, object]) -> nn.Module:

@@ -10,15 +10,10 @@ import torch
 from torch import nn
 
 from vllm_eesd.host.circuit_breaker import CircuitBreaker
-from vllm_eesd.host.compat import (
-    VllmConfig,
-    get_tp_group,
-    init_logger,
-    set_model_tag,
-)
+from vllm_eesd.host.compat import VllmConfig, get_tp_group, set_model_tag
 from vllm_eesd.host.metrics import publish
 from vllm_eesd.host.model.draft_step import DraftStep, compile_draft_step
-from vllm_eesd.host.model.exit_head import HEAD_CLASSES, ExitHead
+from vllm_eesd.host.model.exit_head import load_head
 from vllm_eesd.host.round_setup import agree_on_times, build_policy_of, open_trace
 from vllm_eesd.host.speculative import EESDSpeculativeConfig
 from vllm_eesd.host.v1 import verification
@@ -36,8 +31,6 @@ from vllm_eesd.round.outcome import Learner, StepTimes
 from vllm_eesd.round.slots import PendingDrafts
 from vllm_eesd.traces.dense import DenseRecorder
 from vllm_eesd.traces.rounds import Drafts, Judged
-
-logger = init_logger("vllm.eesd")
 
 
 class EarlyExitProposer:
@@ -86,22 +79,13 @@ class EarlyExitProposer:
         Called by the runner right after the target is loaded, inside `set_current_vllm_config`.
         """
         config = self.config.exit_head
-        head: ExitHead | None = None
-        if self.config.head_directory is not None:
-            head = HEAD_CLASSES[config.head_type].load(self.vllm_config, target, config, self.config.head_directory)
-            head.hook_kv_fill(target, config.exit_layer)
+        head = load_head(self.vllm_config, target, config, self.config.head_directory)
         with set_model_tag("eesd_draft"):
-            self._step = DraftStep(
-                vllm_config=self.vllm_config,
-                target=target,
-                exit_layer=config.exit_layer,
-                head=head,
-            )
+            self._step = DraftStep(vllm_config=self.vllm_config, target=target, exit_layer=config.exit_layer, head=head)
         self._layer_names = [layer.self_attn.attn.layer_name for layer in target.model.layers[: config.exit_layer]]
         if head is not None and head.attention_name is not None:
             self._layer_names.append(head.attention_name)
         compile_draft_step(self._step, self.vllm_config, torch.device("cpu"))
-        logger.info("EESD drafts with layers 0..%d and a %s exit head", config.exit_layer - 1, config.head_type)
 
     def profile_costs(self, runner: Any) -> None:
         """Time steps of a few sizes, so that the first requests are not the ones to learn from. Called at start-up."""

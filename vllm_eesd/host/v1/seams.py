@@ -2,54 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING
 
-from vllm_eesd.host.seams import Seam
+from vllm_eesd.host.seams import Function, Seam
+
+if TYPE_CHECKING:
+    from vllm_eesd.host.v1.proposer import EarlyExitProposer
 
 #: What a worker sends instead of drafts where no request has any.
 NO_DRAFTS = ()
 
 
-def _wrap_propose_draft_token_ids(original: Callable[..., Any]) -> Callable[..., Any]:
-    def propose_draft_token_ids(
-        self,
-        scheduler_output,
-        sampled_token_ids,
-        sampling_metadata,
-        hidden_states,
-        sample_hidden_states,
-        *args,
-        **kwargs,
-    ):
-        from vllm_eesd.host.v1.proposer import EarlyExitProposer
+def _drafter_of(runner: object) -> EarlyExitProposer | None:
+    """Return EESD's drafter; None where it is one of vLLM's own, or where a pipeline rank has none."""
+    drafter = getattr(runner, "drafter", None)
+    return drafter if hasattr(drafter, "propose_round") else None
 
-        if isinstance(self.drafter, EarlyExitProposer):
-            return self.drafter.propose_round(self, scheduler_output, sampled_token_ids, sample_hidden_states)
-        given = scheduler_output, sampled_token_ids, sampling_metadata, hidden_states, sample_hidden_states
-        return original(self, *given, *args, **kwargs)
+
+def _wrap_propose_draft_token_ids(original: Function) -> Function:
+    def propose_draft_token_ids(self, *args, **kwargs):
+        drafter = _drafter_of(self)
+        if drafter is None:
+            return original(self, *args, **kwargs)
+        scheduler_output, sampled_token_ids, _, _, sample_hidden_states, *_ = args
+        return drafter.propose_round(self, scheduler_output, sampled_token_ids, sample_hidden_states)
 
     return propose_draft_token_ids
 
 
-def _wrap_sample(original: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_sample(original: Function) -> Function:
     def _sample(self, logits, spec_decode_metadata):
-        from vllm_eesd.host.v1.proposer import EarlyExitProposer
-
-        if spec_decode_metadata is None or not isinstance(self.drafter, EarlyExitProposer):
+        drafter = _drafter_of(self)
+        if spec_decode_metadata is None or drafter is None:
             return original(self, logits, spec_decode_metadata)
-        return self.drafter.sample(self, original, logits, spec_decode_metadata)
+        return drafter.sample(self, original, logits, spec_decode_metadata)
 
     return _sample
 
 
-def _wrap_calc_spec_decode_metadata(original: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_calc_spec_decode_metadata(original: Function) -> Function:
     def _calc_spec_decode_metadata(self, num_draft_tokens, cu_num_scheduled_tokens):
-        from vllm_eesd.host.v1.proposer import EarlyExitProposer
-
-        # Every pipeline rank prepares inputs, the last one alone has a drafter.
-        drafter = getattr(self, "drafter", None)
-        if num_draft_tokens.any() or not isinstance(drafter, EarlyExitProposer):
+        if num_draft_tokens.any() or _drafter_of(self) is None:
             return original(self, num_draft_tokens, cu_num_scheduled_tokens)
         from vllm_eesd.host.v1.verification import nothing_to_verify
 
@@ -58,7 +51,7 @@ def _wrap_calc_spec_decode_metadata(original: Callable[..., Any]) -> Callable[..
     return _calc_spec_decode_metadata
 
 
-def _wrap_expand_batch_to_tokens(original: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_expand_batch_to_tokens(original: Function) -> Function:
     def expand_batch_to_tokens(x, cu_num_tokens, num_tokens, replace_from=0, replace_to=0):
         if not x.is_cpu:
             return original(x, cu_num_tokens, num_tokens, replace_from, replace_to)
@@ -68,7 +61,7 @@ def _wrap_expand_batch_to_tokens(original: Callable[..., Any]) -> Callable[..., 
     return expand_batch_to_tokens
 
 
-def _wrap_rejection_sample(original: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_rejection_sample(original: Function) -> Function:
     def rejection_sample(draft_token_ids, *args, **kwargs):
         if not draft_token_ids.is_cpu:
             return original(draft_token_ids, *args, **kwargs)
@@ -79,12 +72,10 @@ def _wrap_rejection_sample(original: Callable[..., Any]) -> Callable[..., Any]:
     return rejection_sample
 
 
-def _wrap_worker_sample_tokens(original: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_worker_sample_tokens(original: Function) -> Function:
     def sample_tokens(self, *args, **kwargs):
-        from vllm_eesd.host.v1.proposer import EarlyExitProposer
-
         output = original(self, *args, **kwargs)
-        if isinstance(getattr(self.model_runner, "drafter", None), EarlyExitProposer) and output is not None:
+        if _drafter_of(self.model_runner) is not None and output is not None:
             drafts = self.model_runner.take_draft_token_ids()
             # Empty drafts need not travel: the scheduler empties a request's when it schedules them.
             output.eesd_drafts = drafts if drafts is None or any(drafts.draft_token_ids) else NO_DRAFTS

@@ -13,7 +13,7 @@ from vllm_eesd.host.circuit_breaker import CircuitBreaker
 from vllm_eesd.host.compat import VllmConfig, get_tp_group, init_logger, set_model_tag
 from vllm_eesd.host.metrics import publish
 from vllm_eesd.host.model.draft_step import DraftStep, compile_draft_step
-from vllm_eesd.host.model.exit_head import HEAD_CLASSES, ExitHead
+from vllm_eesd.host.model.exit_head import ExitHead, load_head
 from vllm_eesd.host.speculative import EESDSpeculativeConfig
 from vllm_eesd.host.v2 import kernel_choice
 from vllm_eesd.host.v2.batch import TargetStep
@@ -90,18 +90,14 @@ class EarlyExitSpeculator(DraftSteps):
 
     def load_draft_model(self, target_model: nn.Module, target_attn_layer_names: set[str]) -> nn.Module:
         """Build the exit head, hook its KV fill into the target and compile the draft step: that is the draft model."""
-        config, directory = self.config.exit_head, self.config.head_directory
-        head: ExitHead | None = None
-        if directory is not None:
-            head = HEAD_CLASSES[config.head_type].load(self.vllm_config, target_model, config, directory)
-            head.hook_kv_fill(target_model, config.exit_layer)
+        config = self.config.exit_head
+        head = load_head(self.vllm_config, target_model, config, self.config.head_directory)
         step = self._build_steps(target_model, head)
         drafted_layers = target_model.model.layers[: config.exit_layer]
         self.shared_layer_names = {layer.self_attn.attn.layer_name for layer in drafted_layers}
         if step.reads_target_output:
             size = self.max_num_reqs, self.hidden_size
             self._round_context = torch.zeros(size, dtype=self.dtype, device=self.device)
-        logger.info("EESD drafts with layers 0..%d and a %s exit head", config.exit_layer - 1, config.head_type)
         return step
 
     def _build_steps(self, target_model: nn.Module, head: ExitHead | None) -> DraftStep:
