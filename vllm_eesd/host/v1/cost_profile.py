@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -12,8 +12,11 @@ from vllm_eesd.host.cost_profile import Job, profile, timed
 from vllm_eesd.host.model.draft_step import DraftStep
 from vllm_eesd.policy import CostModel
 
+if TYPE_CHECKING:
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-def profile_costs(runner: Any, step: DraftStep, costs: CostModel) -> None:
+
+def profile_costs(runner: GPUModelRunner, step: DraftStep, costs: CostModel) -> None:
     """Give `costs` something to start from.
 
     Without requests there is no attention: what is timed are the layers' matrices, the norms and the LM head, which is
@@ -31,7 +34,7 @@ def profile_costs(runner: Any, step: DraftStep, costs: CostModel) -> None:
     profile(runner, longest, forward, lambda num_rows: timed(draft_call(runner, step, num_rows)), costs)
 
 
-def forward_call(runner: Any, num_tokens: int) -> Callable[[], None]:
+def forward_call(runner: GPUModelRunner, num_tokens: int) -> Callable[[], None]:
     """Return a call that runs the target and its LM head over `num_tokens` tokens, without attention."""
 
     def forward() -> None:
@@ -41,7 +44,7 @@ def forward_call(runner: Any, num_tokens: int) -> Callable[[], None]:
     return forward
 
 
-def draft_call(runner: Any, step: DraftStep, num_rows: int) -> Callable[[], None]:
+def draft_call(runner: GPUModelRunner, step: DraftStep, num_rows: int) -> Callable[[], None]:
     """Return a call that runs a draft step of `num_rows` rows, without attention."""
     rows = torch.zeros(num_rows, dtype=torch.int64)
     model_config = runner.model_config

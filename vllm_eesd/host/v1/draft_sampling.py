@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from vllm_eesd.kernels.cpu.exit_head import draw_tokens
+
+if TYPE_CHECKING:
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 
 class DraftSampling:
@@ -29,7 +32,7 @@ class DraftSampling:
         self._certain = np.zeros(0, dtype=bool)
         self._generators: dict[int, torch.Generator] = {}
 
-    def begin_round(self, runner: Any, finished: set[str]) -> None:
+    def begin_round(self, runner: GPUModelRunner, finished: set[str]) -> None:
         """Forget what has been verified, and read what the rows of the runner's batch draft with.
 
         A request that is not in the batch has been passed over by the scheduler and still has its drafts.

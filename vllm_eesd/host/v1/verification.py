@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -18,6 +18,11 @@ from vllm_eesd.host.compat import (
 from vllm_eesd.host.v1.draft_sampling import DraftSampling
 from vllm_eesd.kernels.cpu.rejection import rejection
 
+if TYPE_CHECKING:
+    from vllm.v1.sample.logits_processor import LogitsProcessor
+    from vllm.v1.sample.metadata import SamplingMetadata
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
 #: vLLM's own logits processors, and where each keeps what requests asked of it: empty, it changes nothing.
 PROCESSOR_STATE = {
     LogitBiasLogitsProcessor: "biases",
@@ -29,12 +34,12 @@ _NONE = torch.zeros(1, dtype=torch.int32)
 
 
 def sample(
-    runner: Any,
-    host_sample: Callable[..., Any],
+    runner: GPUModelRunner,
+    host_sample: Callable[..., SamplerOutput],
     logits: torch.Tensor,
-    metadata: Any,
+    metadata: SpecDecodeMetadata,
     draft_sampling: DraftSampling | None,
-) -> Any:
+) -> SamplerOutput:
     """Return the tokens of a step: by vLLM's own sampler where something else than a temperature changes the logits.
 
     Args:
@@ -90,7 +95,7 @@ def nothing_to_verify(cu_num_scheduled_tokens: np.ndarray) -> SpecDecodeMetadata
     )
 
 
-def only_temperature(sampling: Any) -> bool:
+def only_temperature(sampling: SamplingMetadata) -> bool:
     """Return whether no request of the batch wants more than a temperature: no other change of logits, no logprobs.
 
     Args:
@@ -110,13 +115,13 @@ def only_temperature(sampling: Any) -> bool:
     )
 
 
-def _is_idle(processor: Any) -> bool:
+def _is_idle(processor: LogitsProcessor) -> bool:
     """Return whether no request asked for it; one that is not known may do anything."""
     state = PROCESSOR_STATE.get(type(processor))
     return state is not None and not getattr(processor, state)
 
 
-def keep_while_equal(best: list[int], metadata: Any) -> np.ndarray:
+def keep_while_equal(best: list[int], metadata: SpecDecodeMetadata) -> np.ndarray:
     """Return the target's own tokens up to the first that is not the draft's, per request.
 
     What is accepted is what the target would have said: so its own tokens are the output, one more than were accepted.
@@ -143,8 +148,8 @@ def keep_while_equal(best: list[int], metadata: Any) -> np.ndarray:
 def _rejection(
     logits: torch.Tensor,
     input_token_ids: torch.Tensor,
-    metadata: Any,
-    sampling: Any,
+    metadata: SpecDecodeMetadata,
+    sampling: SamplingMetadata,
     draft_logits: torch.Tensor | None,
 ) -> torch.Tensor:
     """Return what `rejection` emits of greedy and sampled requests, as vLLM wants it."""

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from vllm_eesd.host.circuit_breaker import CircuitBreaker
-from vllm_eesd.host.compat import VllmConfig, get_tp_group, init_logger, set_model_tag
+from vllm_eesd.host.compat import VllmConfig, get_tp_group, set_model_tag
 from vllm_eesd.host.metrics import publish
 from vllm_eesd.host.model.draft_step import DraftStep, compile_draft_step
 from vllm_eesd.host.model.exit_head import ExitHead, load_head
@@ -37,8 +37,6 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
     from vllm.v1.worker.gpu.states import RequestState
     from vllm.v1.worker.utils import AttentionGroup
-
-logger = init_logger("vllm.eesd")
 
 
 class EarlyExitSpeculator(DraftSteps):
