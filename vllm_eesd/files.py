@@ -1,36 +1,49 @@
-"""Writing a file in one step."""
+"""Files that are written whole or not at all."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 
-def write_whole(path: str | os.PathLike, content: str | bytes, mode: int = 0o644) -> None:
-    """Write a file so that a reader, or a crash at any moment, finds the old content or the new one, whole.
+@contextlib.contextmanager
+def replacing(path: str | os.PathLike, mode: int = 0o644) -> Iterator[Path]:
+    """Yield where to write a file that then replaces `path` in one step; its directory is made if missing.
 
-    Its directory is made if missing. What is no regular file, like /dev/stdout, is written to as it is.
+    A reader, or a crash at any moment, finds the old content or the new one; after an error in the block the old one.
+    The name yielded ends as `path` does.
+
+    Args:
+        mode: the new file's permissions.
+    Raises:
+        OSError: the directory cannot be written, or the disk is full.
+    """
+    path = Path(os.path.realpath(path))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=".new.", suffix=path.suffix)
+    os.close(handle)
+    try:
+        yield Path(name)
+        with open(name, "rb") as file:
+            os.fsync(file.fileno())  # or a power cut could leave the name without the content
+        os.chmod(name, mode)
+        os.replace(name, path)
+    finally:
+        Path(name).unlink(missing_ok=True)
+
+
+def write_whole(path: str | os.PathLike, content: str | bytes, mode: int = 0o644) -> None:
+    """Write a file in one step, see `replacing`; what is no regular file, like /dev/stdout, is written to as it is.
 
     Args:
         content: a text is written as UTF-8.
-        mode: the new file's permissions.
-    Raises:
-        OSError: the directory cannot be written, or the disk is full; the old file is left.
     """
-    path = Path(os.path.realpath(path))
     data = content.encode() if isinstance(content, str) else content
-    if path.exists() and not path.is_file():
-        path.write_bytes(data)
+    if os.path.exists(path) and not os.path.isfile(path):
+        Path(path).write_bytes(data)
         return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(temporary, mode)
-        os.replace(temporary, path)
-    finally:
-        Path(temporary).unlink(missing_ok=True)
+    with replacing(path, mode) as file:
+        file.write_bytes(data)

@@ -52,8 +52,9 @@ model.whole_logits = lambda logits: logits
 def drafting(request, steps, monkeypatch):
     """DraftSteps whose buffers have no values."""
     monkeypatch.setattr(steps, "set_forward_context", lambda *args, **kwargs: contextlib.nullcontext())
-    self = object.__new__(type("Concrete", (steps.DraftSteps,), {"load_draft_model": None, "propose": None}))
-    self.max_num_reqs, self.num_speculative_steps, self.max_model_len = MAX_REQS, K, 20
+    members = {"load_draft_model": None, "propose": None, "max_model_len": 20}  # a property in vLLM 0.33
+    self = object.__new__(type("Concrete", (steps.DraftSteps,), members))
+    self.max_num_reqs, self.num_speculative_steps = MAX_REQS, K
     self.vllm_config, self._graphs, self.supports_decode_metadata_update = None, None, False
     self.model, self._kv_group, self.use_fp64_gumbel = model, 0, False
     empty = {"device": META, "dtype": torch.int64}

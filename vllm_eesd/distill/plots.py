@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from vllm_eesd.distill.layer_costs import LayerCosts, LayerResult
-from vllm_eesd.exit_head.replacing import replacing
+from vllm_eesd.files import replacing
 
 SUFFIXES = (".png", ".svg", ".pdf")
 

@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from vllm_eesd.exit_head.replacing import replacing
+from vllm_eesd.files import replacing
 
 
 def write_json(path: str | os.PathLike, outcome: dict[str, Any]) -> None:

@@ -10,7 +10,7 @@ from torch import nn
 
 from vllm_eesd.distill.config import TrainConfig
 from vllm_eesd.distill.model import Target
-from vllm_eesd.exit_head.replacing import replacing
+from vllm_eesd.files import replacing
 
 # May differ between the parts of one run: how far it goes, and how a step is computed.
 FREE_FIELDS = {"steps", "minutes", "compile", "accumulate"}

@@ -25,8 +25,8 @@ from vllm_eesd.exit_head.config import (
     read_config_json,
 )
 from vllm_eesd.exit_head.draft_vocabulary import D2T_NAME, check_offsets
-from vllm_eesd.exit_head.replacing import replacing
 from vllm_eesd.exit_head.shapes import expected_shapes
+from vllm_eesd.files import replacing
 
 __all__ = ["ExitHeadConfig", "Prior", "Verifier", "read_tensors", "write_head"]
 

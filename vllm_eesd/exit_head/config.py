@@ -9,8 +9,8 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from vllm_eesd.exit_head.replacing import replacing
 from vllm_eesd.exit_head.shapes import expected_shapes
+from vllm_eesd.files import replacing
 
 CONFIG_NAME = "config.json"
 SPECULATORS_MODEL_TYPE = "eesd"

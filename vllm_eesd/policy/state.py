@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import os
-import tempfile
 from pathlib import Path
 
+from vllm_eesd.files import write_whole
 from vllm_eesd.policy.calibration import Calibration
 from vllm_eesd.policy.posterior import BetaPosterior
 
@@ -23,23 +23,13 @@ def save_state(path: str | os.PathLike, posterior: BetaPosterior, calibration: C
     Raises:
         OSError: the directory cannot be written.
     """
-    path = Path(path)
     state = {
         "format": FORMAT,
         "version": VERSION,
         "priors": posterior.state(),
         "calibration": calibration.state(),
     }
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump(state, file, separators=(",", ":"))
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    write_whole(path, json.dumps(state, separators=(",", ":")), mode=0o600)
 
 
 def load_state(path: str | os.PathLike, posterior: BetaPosterior, calibration: Calibration) -> bool:
