@@ -44,7 +44,7 @@ REMOVED: dict[str, dict[str, Any]] = {
     "policy.calibration": {"MEMORY": math.inf, "SMOOTHING": 1.0, "EXPONENT_RANGE": (0.0, 20.0), "REFRESH_ROUNDS": 1},
     "policy.costs": {"WINDOW": 3, "MIN_SAMPLES": 1, "MIN_LINE": NEVER, "REFRESH_SAMPLES": 1}
     | {"DEFAULT_ROUND_RATIO": 0.0, "DEFAULT_VERIFY_GROWTH": 0.0},
-    "policy.goodput": {"DISCOUNT": 1.0, "IDLE_DISCOUNT": 1.0, "PRIOR_MEMORY": math.inf, "PRIOR_WEIGHT": 2.0}
+    "policy.goodput": {"DISCOUNT": 1.0, "PRIOR_MEMORY": math.inf, "PRIOR_WEIGHT": 2.0}
     | {"TEMPER": 1.0, "LEAST_THETA": 0.001, "REQUEST_WEIGHT": 0.0, "OPTIMISM": 0.0, "MAX_EXPLORED": NEVER}
     | {"SPEEDUP_ROUNDS": math.inf, "OPTION_VALUE": 0.0, "QUIET_ROUNDS": 0, "MOST_IDLE_ROUNDS": NEVER}
     | {"PLAIN_EVERY": NEVER},
@@ -61,7 +61,6 @@ DOUBLED_AND_HALVED = {
     "policy.costs.MIN_SAMPLES": (6, 2),
     "policy.costs.MIN_LINE": (8, 3),
     "policy.goodput.DISCOUNT": (0.965, 0.86),
-    "policy.goodput.IDLE_DISCOUNT": (0.985, 0.94),
     "round.ngram.OWN_KEPT": (0.975, 0.9),
 }
 

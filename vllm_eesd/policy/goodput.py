@@ -15,8 +15,8 @@ from vllm_eesd.policy.posterior import BetaPosterior
 from vllm_eesd.policy.protocol import DraftLengthPolicy, Outcome
 from vllm_eesd.policy_args import GoodputArgs
 
-#: What a request's outcomes count for after one more round with and without drafts: memories of 14 and 33 rounds.
-DISCOUNT, IDLE_DISCOUNT = 0.93, 0.97
+#: What a request's outcomes count for after one more round with drafts: a memory of 14 rounds.
+DISCOUNT = 0.93
 #: Outcomes from which the prior of new requests is learned, and the pseudo-counts that prior weighs.
 PRIOR_MEMORY, PRIOR_WEIGHT = 100.0, 5.0
 #: Share of a Thompson draw's distance from the posterior's mean that is kept: enough to leave a wrong belief soon, and
@@ -72,7 +72,7 @@ class Goodput(DraftLengthPolicy):
     ) -> None:
         super().__init__(posterior, seed, costs, calibration, settings)
         self.uses_ngrams = settings.ngram
-        posterior.fade(DISCOUNT, IDLE_DISCOUNT)
+        posterior.fade(DISCOUNT)
         posterior.learn_priors(PRIOR_MEMORY, PRIOR_WEIGHT)
         self.guard = Guard(settings.probe_budget)
         self.speedup = 1.0
@@ -210,7 +210,6 @@ class Goodput(DraftLengthPolicy):
         return int(min(self.costs.decision_ms(num_reqs) / (self.guard.probe_budget * plain_ms), MOST_IDLE_ROUNDS))
 
     def skipped(self, slots: np.ndarray, num_rounds: int) -> None:
-        super().skipped(slots, num_rounds)
         self.guard.skipped(len(slots), num_rounds)
         self.speedup = 1 + (self.speedup - 1) * (1 - 1 / SPEEDUP_ROUNDS) ** num_rounds
         self._rounds += num_rounds
