@@ -41,11 +41,11 @@ NEVER = 1 << 30  # rounds, tokens or rows: more than any replay has
 #: Tuned constants by module, each with the value at which it has no effect, or the nearest to that for which the
 #: arithmetic is defined. tests/unit/test_ablate_policy.py says of every other number why it is not tuned.
 REMOVED: dict[str, dict[str, Any]] = {
-    "policy.calibration": {"MEMORY": math.inf, "SMOOTHING": 1.0, "EXPONENT_RANGE": (0.0, 20.0), "REFRESH_ROUNDS": 1},
+    "policy.calibration": {"MEMORY": math.inf, "SMOOTHING": 1.0, "REFRESH_ROUNDS": 1},
     "policy.costs": {"WINDOW": 3, "MIN_SAMPLES": 1, "MIN_LINE": NEVER, "REFRESH_SAMPLES": 1}
     | {"DEFAULT_ROUND_RATIO": 0.0, "DEFAULT_VERIFY_GROWTH": 0.0},
     "policy.goodput": {"DISCOUNT": 1.0, "PRIOR_MEMORY": math.inf, "PRIOR_WEIGHT": 2.0}
-    | {"TEMPER": 1.0, "LEAST_THETA": 0.001, "REQUEST_WEIGHT": 0.0, "OPTIMISM": 0.0, "MAX_EXPLORED": NEVER}
+    | {"TEMPER": 1.0, "REQUEST_WEIGHT": 0.0, "OPTIMISM": 0.0, "MAX_EXPLORED": NEVER}
     | {"SPEEDUP_ROUNDS": math.inf, "OPTION_VALUE": 0.0, "QUIET_ROUNDS": 0, "MOST_IDLE_ROUNDS": NEVER}
     | {"PLAIN_EVERY": NEVER},
     "policy.guard": {"REQUEST_ALLOWANCE": 0.5, "LEAST_ALLOWANCE": 2.0, "MAX_CREDIT": math.inf, "FIRST_WAIT": 1.0}
@@ -57,7 +57,6 @@ REMOVED: dict[str, dict[str, Any]] = {
 #: Doubled and halved where that is not twice and half the value; a share kept after each round is doubled and halved
 #: by the memory 1 / (1 - share) that it stands for.
 DOUBLED_AND_HALVED = {
-    "policy.calibration.EXPONENT_RANGE": ((0.1, 10.0), (0.4, 2.5)),
     "policy.costs.MIN_SAMPLES": (6, 2),
     "policy.costs.MIN_LINE": (8, 3),
     "policy.goodput.DISCOUNT": (0.965, 0.86),

@@ -28,8 +28,6 @@ NUM_BINS = len(EDGES) + 1
 MEMORY = 2000.0
 #: Pseudo-counts with which a cell leans on its bin at all positions, a bin on its centre, a position on the one before.
 SMOOTHING = 16.0
-#: How much easier or harder than the average token one position can be taken to be.
-EXPONENT_RANGE = (0.2, 5.0)
 #: Rounds whose outcomes are counted together: doing it after every round would cost more than it teaches.
 REFRESH_ROUNDS = 16
 MAX_FILE_BYTES = 1 << 20
@@ -125,9 +123,8 @@ class Calibration:
         #: Acceptance of all judged tokens, and [MAX_SPECULATIVE_TOKENS] of those at each position.
         self.mean_rate = float((self._accepted.sum() + SMOOTHING * 0.5) / (self._observed.sum() + SMOOTHING))
         self.position_rates = self._smooth_positions()
-        #: [MAX_SPECULATIVE_TOKENS] how much harder than the average token the first j are together, in powers of its
-        #: acceptance.
-        self.exponents = np.cumsum((np.log(self.position_rates) / np.log(self.mean_rate)).clip(*EXPONENT_RANGE))
+        #: [MAX_SPECULATIVE_TOKENS] how much harder than the average token each is, in powers of its acceptance.
+        self.exponents = np.log(self.position_rates) / np.log(self.mean_rate)
         self.rates = np.empty_like(self._observed)
         self.rates[:, :NUM_BINS] = (accepted + SMOOTHING * by_bin) / (observed + SMOOTHING)
         self.rates[:, NUM_BINS] = self.position_rates

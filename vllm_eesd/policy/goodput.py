@@ -22,8 +22,6 @@ PRIOR_MEMORY, PRIOR_WEIGHT = 100.0, 5.0
 #: Share of a Thompson draw's distance from the posterior's mean that is kept: enough to leave a wrong belief soon, and
 #: half the noise in decisions.
 TEMPER = 0.5
-#: Lower bound on theta; it keeps theta to the power of a longest draft from underflowing.
-LEAST_THETA = 0.02
 #: How much a request's own log-odds of acceptance, relative to the average, move those its confidences show.
 REQUEST_WEIGHT = 0.5
 #: An exploratory draft takes the most promising rows, their mean plus so many standard deviations, and at most so many.
@@ -113,7 +111,7 @@ class Goodput(DraftLengthPolicy):
         """Draw each row's theta, and with it the chances of its drafts."""
         alpha, beta = self.posterior.parameters(slots)
         mean = alpha / (alpha + beta)
-        theta = np.maximum(mean + TEMPER * (self._generator.beta(alpha, beta) - mean), LEAST_THETA)
+        theta = mean + TEMPER * (self._generator.beta(alpha, beta) - mean)
         average = self.calibration.mean_rate
         odds = alpha / beta / (average / (1 - average))
         exponents = self.calibration.exponents[: self._longest]
