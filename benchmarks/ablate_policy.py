@@ -123,9 +123,9 @@ class Engine(PolicyDrafter):
             self.decision_ms += ms
         return num_drafted, num_verified
 
-    def observe(self, batch: Batch, num_verified: np.ndarray, num_accepted: np.ndarray, ms: float) -> None:
+    def observe(self, batch: Batch, num_verified: np.ndarray, num_accepted: np.ndarray) -> None:
         if not self._is_idle:
-            super().observe(batch, num_verified, num_accepted, ms)
+            super().observe(batch, num_verified, num_accepted)
             self._idle_rounds = 0 if num_verified.any() else self.policy.idle_rounds(batch.slots)
 
 
@@ -174,6 +174,13 @@ def changed(name: str, value: Any) -> Iterator[dict[str, Any]]:
         vars(module).update(before)
 
 
+def present(name: str) -> Any:
+    """Return a constant's value, or a policy argument's default."""
+    place, _, attribute = f"vllm_eesd.{name}".rpartition(".")
+    found = pkgutil.resolve_name(place)
+    return getattr(found() if isinstance(found, type) else found, attribute)
+
+
 def variants(name: str, value: Any, removed: Any) -> dict[str, Any]:
     """Return the values to replay with; counts stay whole numbers from 1."""
     if name in DOUBLED_AND_HALVED:
@@ -193,7 +200,7 @@ def main() -> None:
     unchanged = {label: goodputs(case, range(MORE_SEEDS * case.num_seeds), {}) for label, case in told.items()}
     result["noise"] = {label: noise(goodput) for label, goodput in unchanged.items()}
     for name, removed in ((f"{module}.{c}", at) for module, names in REMOVED.items() for c, at in names.items()):
-        value = pkgutil.resolve_name(f"vllm_eesd.{name}")
+        value = present(name)
         for variant, at in variants(name, value, removed).items():
             row = {"constant": name, "value": str(value), "variant": variant, "at": str(at)}
             if tuple(row.values()) in found:
