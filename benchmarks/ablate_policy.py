@@ -42,7 +42,7 @@ NEVER = 1 << 30  # rounds, tokens or rows: more than any replay has
 #: arithmetic is defined. tests/unit/test_ablate_policy.py says of every other number why it is not tuned.
 REMOVED: dict[str, dict[str, Any]] = {
     "policy.calibration": {"MEMORY": math.inf, "SMOOTHING": 1.0, "REFRESH_ROUNDS": 1},
-    "policy.costs": {"WINDOW": 3, "MIN_SAMPLES": 1, "MIN_LINE": NEVER, "REFRESH_SAMPLES": 1}
+    "policy.costs": {"WINDOW": 3, "MIN_SAMPLES": 1, "REFRESH_SAMPLES": 1}
     | {"DEFAULT_ROUND_RATIO": 0.0, "DEFAULT_VERIFY_GROWTH": 0.0},
     "policy.goodput": {"DISCOUNT": 1.0, "PRIOR_MEMORY": math.inf, "PRIOR_WEIGHT": 2.0}
     | {"TEMPER": 1.0, "REQUEST_WEIGHT": 0.0, "OPTIMISM": 0.0, "MAX_EXPLORED": NEVER}
@@ -58,7 +58,6 @@ REMOVED: dict[str, dict[str, Any]] = {
 #: by the memory 1 / (1 - share) that it stands for.
 DOUBLED_AND_HALVED = {
     "policy.costs.MIN_SAMPLES": (6, 2),
-    "policy.costs.MIN_LINE": (8, 3),
     "policy.goodput.DISCOUNT": (0.965, 0.86),
     "round.ngram.OWN_KEPT": (0.975, 0.9),
 }

@@ -12,8 +12,6 @@ import numpy as np
 WINDOW = 15
 #: A median of fewer is at the mercy of one compilation: such a cell is not used while others are.
 MIN_SAMPLES = 3
-#: Cells, at the least, through which a line is laid.
-MIN_LINE = 4
 #: Of a median, in median distances from it, for one normally distributed time: 1.253 times 1.483 (their deviation).
 STANDARD_ERROR = 1.86
 #: No step takes an hour: such a time is a fault of the clock.
@@ -231,7 +229,7 @@ class _Medians:
         trusted = [times for times in cells if len(times) >= MIN_SAMPLES]
         self.points = [_median(times) for times in trusted or cells]
         sizes, medians = np.array(self.points).T
-        if len(trusted) >= MIN_LINE:
+        if trusted:
             counts = np.array([len(times) for times in trusted])
             spread = np.median([_spread(times, median) for times, median in zip(trusted, medians, strict=True)])
             medians = _leaning_on_a_line(sizes, medians, STANDARD_ERROR * spread * medians / np.sqrt(counts))
@@ -261,7 +259,7 @@ def _leaning_on_a_line(sizes: np.ndarray, times: np.ndarray, errors: np.ndarray)
     """
     of_line = sizes > 0
     x, y, error = sizes[of_line], times[of_line], errors[of_line]
-    if len(x) < MIN_LINE or not error.all():
+    if len(x) < 3 or not error.all():  # two points lie on their line
         return times
     weights = error**-2
     x_mean, y_mean = np.average(x, weights=weights), np.average(y, weights=weights)
