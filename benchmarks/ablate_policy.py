@@ -42,8 +42,7 @@ NEVER = 1 << 30  # rounds, tokens or rows: more than any replay has
 #: arithmetic is defined. tests/unit/test_ablate_policy.py says of every other number why it is not tuned.
 REMOVED: dict[str, dict[str, Any]] = {
     "policy.calibration": {"MEMORY": math.inf, "SMOOTHING": 1.0, "REFRESH_ROUNDS": 1},
-    "policy.costs": {"WINDOW": 3, "MIN_SAMPLES": 1, "REFRESH_SAMPLES": 1}
-    | {"DEFAULT_ROUND_RATIO": 0.0, "DEFAULT_VERIFY_GROWTH": 0.0},
+    "policy.costs": {"WINDOW": 3, "MIN_SAMPLES": 1, "REFRESH_SAMPLES": 1, "DEFAULT_VERIFY_GROWTH": 0.0},
     "policy.goodput": {"DISCOUNT": 1.0, "PRIOR_MEMORY": math.inf, "PRIOR_WEIGHT": 2.0}
     | {"TEMPER": 1.0, "REQUEST_WEIGHT": 0.0, "OPTIMISM": 0.0, "MAX_EXPLORED": NEVER}
     | {"SPEEDUP_ROUNDS": math.inf, "OPTION_VALUE": 0.0, "QUIET_ROUNDS": 0, "MOST_IDLE_ROUNDS": NEVER}

@@ -18,8 +18,8 @@ STANDARD_ERROR = 1.86
 MAX_MS = 3.6e6
 #: A curve with new times is computed again after this many of them.
 REFRESH_SAMPLES = 16
-#: Before any measurement, relative to a plain step: a drafted round's fixed cost, and each further verified token.
-DEFAULT_ROUND_RATIO, DEFAULT_VERIFY_GROWTH = 0.1, 0.06
+#: What each further verified token costs before any measurement, relative to a plain step.
+DEFAULT_VERIFY_GROWTH = 0.06
 #: Sizes above 8 share a cell with those within about a fifth.
 _SIZES = [*range(9), *(round(8 * 1.2**step) for step in range(1, 45))]
 
@@ -163,13 +163,10 @@ class CostModel:
         return forwards[1:] - forwards[0]
 
     def round_ms(self, num_reqs: int) -> float:
-        """Return what a drafted round costs on top of its draft steps."""
+        """Return what a drafted round costs on top of its draft steps, 0 before it was measured."""
         if num_reqs not in self._round_ms:
-            if self._draft_round.curve is None:
-                ms = DEFAULT_ROUND_RATIO * float(self._verification(num_reqs, np.zeros(1))[0])
-            else:
-                ms = _at(num_reqs, self._draft_round.curve)
-            self._round_ms[num_reqs] = ms
+            curve = self._draft_round.curve
+            self._round_ms[num_reqs] = 0.0 if curve is None else _at(num_reqs, curve)
         return self._round_ms[num_reqs]
 
     def state(self) -> dict[str, Any]:
