@@ -30,8 +30,8 @@ SPEEDUP_ROUNDS = 10
 #: is worth so much of the time; with n rows drafting, whose sum varies less, an n-th of that.
 OPTION_VALUE = 0.2
 #: After so many rounds without drafts, deciding whether to draft may take `probe_budget` of the time: the decision is
-#: skipped for some rounds, at most so many.
-QUIET_ROUNDS, MOST_IDLE_ROUNDS = 8, 8
+#: skipped for some rounds.
+QUIET_ROUNDS = 8
 #: One round in so many is a plain one, and every other while too few were timed: the unit of all comparisons.
 PLAIN_EVERY = 256
 
@@ -201,7 +201,7 @@ class Goodput(DraftLengthPolicy):
             return 0
         num_reqs = len(slots)
         plain_ms = self._times_of(num_reqs).verify[0]
-        return int(min(self.costs.decision_ms(num_reqs) / (self.guard.probe_budget * plain_ms), MOST_IDLE_ROUNDS))
+        return int(self.costs.decision_ms(num_reqs) / (self.guard.probe_budget * plain_ms))
 
     def skipped(self, slots: np.ndarray, num_rounds: int) -> None:
         self.guard.skipped(len(slots), num_rounds)
