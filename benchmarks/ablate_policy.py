@@ -51,14 +51,13 @@ REMOVED: dict[str, dict[str, Any]] = {
     | {"MAX_BACKOFF": 1.0, "PATIENCE": NEVER},
     "policy_args": {"GoodputArgs.probe_budget": 1e-6},
     "round.ngram": {"MAX_MATCH": 64, "SMOOTHING": 1.0, "MEMORY": math.inf, "FAMILIARITY_MEMORY": 1.0, "MOST": 2.0}
-    | {"COMMON_WEIGHT": 1e12, "OWN_KEPT": 1.0},
+    | {"COMMON_WEIGHT": 1e12},
 }
 #: Doubled and halved where that is not twice and half the value; a share kept after each round is doubled and halved
 #: by the memory 1 / (1 - share) that it stands for.
 DOUBLED_AND_HALVED = {
     "policy.costs.MIN_SAMPLES": (6, 2),
     "policy.goodput.DISCOUNT": (0.965, 0.86),
-    "round.ngram.OWN_KEPT": (0.975, 0.9),
 }
 
 

@@ -23,8 +23,8 @@ SMOOTHING, MEMORY = 8.0, 50.0
 #: a text that repeats nothing, where it is chance.
 FAMILIARITY_MEMORY, MOST = 16.0, 0.5
 #: A request's own outcomes by matched length, in classes 1, 2-3, 4-7, 8 and more: the weight of the common rate, in
-#: outcomes, and what one outcome is worth after the next.
-NUM_CLASSES, COMMON_WEIGHT, OWN_KEPT = 4, 16.0, 0.95
+#: outcomes.
+NUM_CLASSES, COMMON_WEIGHT = 4, 16.0
 
 
 class _State(NamedTuple):
@@ -170,8 +170,8 @@ def _update(
                 length = min(matched[slot] + j, MAX_MATCH)
                 right = 1.0 if emitted[j] == tokens[slot, j] else 0.0
                 kind = _class_of(length)
-                own[0, slot, kind] = own[0, slot, kind] * OWN_KEPT + 1.0
-                own[1, slot, kind] = own[1, slot, kind] * OWN_KEPT + right
+                own[0, slot, kind] += 1.0
+                own[1, slot, kind] += right
                 if updates_shared_prior[index]:
                     kept = min(1.0, MEMORY / (common[0, known, length] + 1.0))
                     common[0, known, length] = kept * (common[0, known, length] + 1.0)
