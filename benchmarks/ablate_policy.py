@@ -41,8 +41,8 @@ NEVER = 1 << 30  # rounds, tokens or rows: more than any replay has
 #: Tuned constants by module, each with the value at which it has no effect, or the nearest to that for which the
 #: arithmetic is defined. tests/unit/test_ablate_policy.py says of every other number why it is not tuned.
 REMOVED: dict[str, dict[str, Any]] = {
-    "policy.calibration": {"MEMORY": math.inf, "SMOOTHING": 1.0, "REFRESH_ROUNDS": 1},
-    "policy.costs": {"WINDOW": 3, "MIN_SAMPLES": 1, "REFRESH_SAMPLES": 1, "DEFAULT_VERIFY_GROWTH": 0.0},
+    "policy.calibration": {"MEMORY": math.inf, "SMOOTHING": 1.0},
+    "policy.costs": {"WINDOW": 3, "MIN_SAMPLES": 1, "REFRESH_EVERY": 1, "DEFAULT_VERIFY_GROWTH": 0.0},
     "policy.goodput": {"DISCOUNT": 1.0, "PRIOR_MEMORY": math.inf, "PRIOR_WEIGHT": 2.0}
     | {"TEMPER": 1.0, "REQUEST_WEIGHT": 0.0}
     | {"SPEEDUP_ROUNDS": math.inf, "OPTION_VALUE": 0.0, "QUIET_ROUNDS": 0}

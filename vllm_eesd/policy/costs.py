@@ -16,8 +16,8 @@ MIN_SAMPLES = 3
 STANDARD_ERROR = 1.86
 #: No step takes an hour: such a time is a fault of the clock.
 MAX_MS = 3.6e6
-#: A curve with new times is computed again after this many of them.
-REFRESH_SAMPLES = 16
+#: Curves and rates are computed again after so many new times or rounds: after each would cost more than it teaches.
+REFRESH_EVERY = 16
 #: What each further verified token costs before any measurement, relative to a plain step.
 DEFAULT_VERIFY_GROWTH = 0.06
 #: Sizes above 8 share a cell with those within about a fifth.
@@ -212,7 +212,7 @@ class _Medians:
         times = self._times.setdefault(cell_of(size), deque(maxlen=WINDOW))
         times.append((size, ms))
         self._since_refresh += 1
-        if len(times) == MIN_SAMPLES or self._since_refresh >= REFRESH_SAMPLES or self.curve is None:
+        if len(times) == MIN_SAMPLES or self._since_refresh >= REFRESH_EVERY or self.curve is None:
             self._refresh()
             return True
         return False
