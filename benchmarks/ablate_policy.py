@@ -47,7 +47,7 @@ REMOVED: dict[str, dict[str, Any]] = {
     | {"TEMPER": 1.0, "REQUEST_WEIGHT": 0.0}
     | {"SPEEDUP_ROUNDS": math.inf, "OPTION_VALUE": 0.0, "QUIET_ROUNDS": 0}
     | {"PLAIN_EVERY": NEVER},
-    "policy.guard": {"REQUEST_ALLOWANCE": 0.5, "LEAST_ALLOWANCE": 2.0, "MAX_CREDIT": math.inf, "FIRST_WAIT": 1.0}
+    "policy.guard": {"REQUEST_ALLOWANCE": 0.5, "LEAST_ALLOWANCE": 2.0, "MAX_CREDIT": math.inf}
     | {"MAX_BACKOFF": 1.0, "PATIENCE": NEVER},
     "policy_args": {"GoodputArgs.probe_budget": 1e-6},
     "round.ngram": {"MAX_MATCH": 64, "SMOOTHING": 1.0, "MEMORY": math.inf, "FAMILIARITY_MEMORY": 1.0, "MOST": 2.0}

@@ -169,8 +169,6 @@ class Goodput(DraftLengthPolicy):
         if len(affordable):
             explored[rows[: affordable[-1] + 1]] = True
             self.guard.explored(num_rows, loss[affordable[-1]])
-        else:
-            self.guard.postpone()
         return explored
 
     def _rows_to_extend(self, slots: np.ndarray, num_drafted: int) -> np.ndarray:
