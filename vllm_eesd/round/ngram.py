@@ -16,9 +16,9 @@ import numpy as np
 
 #: The longest match told apart from longer ones; and how far back a text is searched, which bounds the time it takes.
 MAX_MATCH, MAX_SEARCHED = 16, 32768
-#: Pseudo-counts of a matched length's rate before anything is seen: m matched tokens are taken for m successes and two
-#: failures. Older outcomes fade: a workload that repeats less must be noticed before its drafts cost much.
-SMOOTHING, MEMORY = 8.0, 50.0
+#: Outcomes that a matched length's rate remembers: a workload that repeats less must be noticed before its drafts cost
+#: much.
+MEMORY = 50.0
 #: A text is familiar if most of its last tokens, about so many, stood in it before: a match is worth more there than in
 #: a text that repeats nothing, where it is chance.
 FAMILIARITY_MEMORY, MOST = 16.0, 0.5
@@ -67,7 +67,8 @@ class NgramDrafter:
     def __init__(self, max_num_reqs: int, longest: int) -> None:
         self.tokens = np.zeros((max_num_reqs, longest), dtype=np.int64)
         lengths = np.arange(MAX_MATCH + 1)
-        given = np.stack([np.full(MAX_MATCH + 1, SMOOTHING), SMOOTHING * lengths / (lengths + 2.0)])
+        # Before anything is seen, m matched tokens are one outcome of m successes to two failures.
+        given = np.stack([np.ones(MAX_MATCH + 1), lengths / (lengths + 2.0)])
         self._state = _State(
             tokens=self.tokens,
             matched=np.zeros(max_num_reqs, dtype=np.int64),
