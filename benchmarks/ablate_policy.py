@@ -41,28 +41,22 @@ NEVER = 1 << 30  # rounds, tokens or rows: more than any replay has
 #: Tuned constants by module, each with the value at which it has no effect, or the nearest to that for which the
 #: arithmetic is defined. tests/unit/test_ablate_policy.py says of every other number why it is not tuned.
 REMOVED: dict[str, dict[str, Any]] = {
-    "policy.calibration": {"MEMORY": math.inf, "SMOOTHING": 1.0, "EXPONENT_RANGE": (0.0, 20.0), "REFRESH_ROUNDS": 1},
-    "policy.costs": {"WINDOW": 3, "MIN_SAMPLES": 1, "MIN_LINE": NEVER, "REFRESH_SAMPLES": 1}
-    | {"DEFAULT_ROUND_RATIO": 0.0, "DEFAULT_VERIFY_GROWTH": 0.0},
-    "policy.goodput": {"DISCOUNT": 1.0, "IDLE_DISCOUNT": 1.0, "PRIOR_MEMORY": math.inf, "PRIOR_WEIGHT": 2.0}
-    | {"TEMPER": 1.0, "LEAST_THETA": 0.001, "REQUEST_WEIGHT": 0.0, "OPTIMISM": 0.0, "MAX_EXPLORED": NEVER}
-    | {"SPEEDUP_ROUNDS": math.inf, "OPTION_VALUE": 0.0, "QUIET_ROUNDS": 0, "MOST_IDLE_ROUNDS": NEVER}
+    "policy.calibration": {"MEMORY": math.inf, "SMOOTHING": 1.0},
+    "policy.costs": {"WINDOW": 3, "MIN_SAMPLES": 1, "REFRESH_EVERY": 1, "DEFAULT_VERIFY_GROWTH": 0.0},
+    "policy.goodput": {"DISCOUNT": 1.0, "PRIOR_MEMORY": math.inf, "PRIOR_WEIGHT": 2.0}
+    | {"TEMPER": 1.0, "REQUEST_WEIGHT": 0.0, "MAX_EXPLORED": NEVER}
+    | {"SPEEDUP_ROUNDS": math.inf, "OPTION_VALUE": 0.0, "QUIET_ROUNDS": 0}
     | {"PLAIN_EVERY": NEVER},
-    "policy.guard": {"REQUEST_ALLOWANCE": 0.5, "LEAST_ALLOWANCE": 2.0, "MAX_CREDIT": math.inf, "FIRST_WAIT": 1.0}
+    "policy.guard": {"REQUEST_ALLOWANCE": 0.5, "LEAST_ALLOWANCE": 2.0, "MAX_CREDIT": math.inf}
     | {"MAX_BACKOFF": 1.0, "PATIENCE": NEVER},
     "policy_args": {"GoodputArgs.probe_budget": 1e-6},
-    "round.ngram": {"MAX_MATCH": 64, "SMOOTHING": 1.0, "MEMORY": math.inf, "FAMILIARITY_MEMORY": 1.0, "MOST": 2.0}
-    | {"COMMON_WEIGHT": 1e12, "OWN_KEPT": 1.0},
+    "round.ngram": {"MAX_MATCH": 64, "MEMORY": math.inf, "FAMILIARITY_MEMORY": 1.0, "MOST": 2.0},
 }
 #: Doubled and halved where that is not twice and half the value; a share kept after each round is doubled and halved
 #: by the memory 1 / (1 - share) that it stands for.
 DOUBLED_AND_HALVED = {
-    "policy.calibration.EXPONENT_RANGE": ((0.1, 10.0), (0.4, 2.5)),
     "policy.costs.MIN_SAMPLES": (6, 2),
-    "policy.costs.MIN_LINE": (8, 3),
     "policy.goodput.DISCOUNT": (0.965, 0.86),
-    "policy.goodput.IDLE_DISCOUNT": (0.985, 0.94),
-    "round.ngram.OWN_KEPT": (0.975, 0.9),
 }
 
 
@@ -125,9 +119,9 @@ class Engine(PolicyDrafter):
             self.decision_ms += ms
         return num_drafted, num_verified
 
-    def observe(self, batch: Batch, num_verified: np.ndarray, num_accepted: np.ndarray, ms: float) -> None:
+    def observe(self, batch: Batch, num_verified: np.ndarray, num_accepted: np.ndarray) -> None:
         if not self._is_idle:
-            super().observe(batch, num_verified, num_accepted, ms)
+            super().observe(batch, num_verified, num_accepted)
             self._idle_rounds = 0 if num_verified.any() else self.policy.idle_rounds(batch.slots)
 
 
@@ -176,6 +170,13 @@ def changed(name: str, value: Any) -> Iterator[dict[str, Any]]:
         vars(module).update(before)
 
 
+def present(name: str) -> Any:
+    """Return a constant's value, or a policy argument's default."""
+    place, _, attribute = f"vllm_eesd.{name}".rpartition(".")
+    found = pkgutil.resolve_name(place)
+    return getattr(found() if isinstance(found, type) else found, attribute)
+
+
 def variants(name: str, value: Any, removed: Any) -> dict[str, Any]:
     """Return the values to replay with; counts stay whole numbers from 1."""
     if name in DOUBLED_AND_HALVED:
@@ -195,7 +196,7 @@ def main() -> None:
     unchanged = {label: goodputs(case, range(MORE_SEEDS * case.num_seeds), {}) for label, case in told.items()}
     result["noise"] = {label: noise(goodput) for label, goodput in unchanged.items()}
     for name, removed in ((f"{module}.{c}", at) for module, names in REMOVED.items() for c, at in names.items()):
-        value = pkgutil.resolve_name(f"vllm_eesd.{name}")
+        value = present(name)
         for variant, at in variants(name, value, removed).items():
             row = {"constant": name, "value": str(value), "variant": variant, "at": str(at)}
             if tuple(row.values()) in found:

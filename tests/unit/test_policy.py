@@ -112,14 +112,14 @@ def test_priors_of_different_keys_are_apart_and_their_number_is_bounded():
     assert len(posterior.state()) <= MAX_PRIOR_KEYS
 
 
-def test_counts_fade_with_and_without_drafts():
+def test_counts_fade_with_drafts_only():
     posterior = BetaPosterior(4, 2, 3)
-    posterior.fade(0.5, 0.8)
+    posterior.fade(0.5)
     posterior.observe(SLOTS[:2], np.array([4, 4]), np.array([4, 4]))
     posterior.observe(SLOTS[:2], np.array([1, 0]), np.array([0, 0]))
-    np.testing.assert_allclose(posterior.parameters(SLOTS[:2]), [[2 + 2, 2 + 3.2], [3 + 1, 3]])
+    np.testing.assert_allclose(posterior.parameters(SLOTS[:2]), [[2 + 2, 2 + 4], [3 + 1, 3]])
     posterior.observe(SLOTS[:2], np.array([0, 0]), np.array([0, 0]))
-    np.testing.assert_allclose(posterior.parameters(SLOTS[:2])[0], [2 + 1.6, 2 + 2.56])
+    np.testing.assert_allclose(posterior.parameters(SLOTS[:2])[0], [2 + 2, 2 + 4])
 
 
 @pytest.mark.parametrize("name", ["confidence", "draft_verify", "adaedl"])

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+import vllm_eesd.policy.costs as costs
 from vllm_eesd.config import MAX_SPECULATIVE_TOKENS
 
 FILE_NAME = "calibration.json"
@@ -28,10 +29,6 @@ NUM_BINS = len(EDGES) + 1
 MEMORY = 2000.0
 #: Pseudo-counts with which a cell leans on its bin at all positions, a bin on its centre, a position on the one before.
 SMOOTHING = 16.0
-#: How much easier or harder than the average token one position can be taken to be.
-EXPONENT_RANGE = (0.2, 5.0)
-#: Rounds whose outcomes are counted together: doing it after every round would cost more than it teaches.
-REFRESH_ROUNDS = 16
 MAX_FILE_BYTES = 1 << 20
 
 
@@ -85,7 +82,7 @@ class Calibration:
         num_accepted: np.ndarray,
         updates_shared_prior: np.ndarray | None = None,
     ) -> None:
-        """Take in one round's outcomes; they show within `REFRESH_ROUNDS` rounds.
+        """Take in one round's outcomes; they show within `costs.REFRESH_EVERY` rounds.
 
         Args:
             confidences: [num_rows, longest draft] float32, NaN where unknown; equally wide in every call.
@@ -97,7 +94,7 @@ class Calibration:
         if updates_shared_prior is not None:
             num_judged = num_judged * updates_shared_prior
         self._waiting.append((confidences, num_judged, num_accepted))
-        if len(self._waiting) >= REFRESH_ROUNDS:
+        if len(self._waiting) >= costs.REFRESH_EVERY:
             self._count_waiting()
 
     def _count_waiting(self) -> None:
@@ -125,9 +122,8 @@ class Calibration:
         #: Acceptance of all judged tokens, and [MAX_SPECULATIVE_TOKENS] of those at each position.
         self.mean_rate = float((self._accepted.sum() + SMOOTHING * 0.5) / (self._observed.sum() + SMOOTHING))
         self.position_rates = self._smooth_positions()
-        #: [MAX_SPECULATIVE_TOKENS] how much harder than the average token the first j are together, in powers of its
-        #: acceptance.
-        self.exponents = np.cumsum((np.log(self.position_rates) / np.log(self.mean_rate)).clip(*EXPONENT_RANGE))
+        #: [MAX_SPECULATIVE_TOKENS] how much harder than the average token each is, in powers of its acceptance.
+        self.exponents = np.log(self.position_rates) / np.log(self.mean_rate)
         self.rates = np.empty_like(self._observed)
         self.rates[:, :NUM_BINS] = (accepted + SMOOTHING * by_bin) / (observed + SMOOTHING)
         self.rates[:, NUM_BINS] = self.position_rates

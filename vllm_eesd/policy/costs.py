@@ -12,16 +12,14 @@ import numpy as np
 WINDOW = 15
 #: A median of fewer is at the mercy of one compilation: such a cell is not used while others are.
 MIN_SAMPLES = 3
-#: Cells, at the least, through which a line is laid.
-MIN_LINE = 4
 #: Of a median, in median distances from it, for one normally distributed time: 1.253 times 1.483 (their deviation).
 STANDARD_ERROR = 1.86
 #: No step takes an hour: such a time is a fault of the clock.
 MAX_MS = 3.6e6
-#: A curve with new times is computed again after this many of them.
-REFRESH_SAMPLES = 16
-#: Before any measurement, relative to a plain step: a drafted round's fixed cost, and each further verified token.
-DEFAULT_ROUND_RATIO, DEFAULT_VERIFY_GROWTH = 0.1, 0.06
+#: Curves and rates are computed again after so many new times or rounds: after each would cost more than it teaches.
+REFRESH_EVERY = 16
+#: What each further verified token costs before any measurement, relative to a plain step.
+DEFAULT_VERIFY_GROWTH = 0.06
 #: Sizes above 8 share a cell with those within about a fifth.
 _SIZES = [*range(9), *(round(8 * 1.2**step) for step in range(1, 45))]
 
@@ -165,13 +163,10 @@ class CostModel:
         return forwards[1:] - forwards[0]
 
     def round_ms(self, num_reqs: int) -> float:
-        """Return what a drafted round costs on top of its draft steps."""
+        """Return what a drafted round costs on top of its draft steps, 0 before it was measured."""
         if num_reqs not in self._round_ms:
-            if self._draft_round.curve is None:
-                ms = DEFAULT_ROUND_RATIO * float(self._verification(num_reqs, np.zeros(1))[0])
-            else:
-                ms = _at(num_reqs, self._draft_round.curve)
-            self._round_ms[num_reqs] = ms
+            curve = self._draft_round.curve
+            self._round_ms[num_reqs] = 0.0 if curve is None else _at(num_reqs, curve)
         return self._round_ms[num_reqs]
 
     def state(self) -> dict[str, Any]:
@@ -217,7 +212,7 @@ class _Medians:
         times = self._times.setdefault(cell_of(size), deque(maxlen=WINDOW))
         times.append((size, ms))
         self._since_refresh += 1
-        if len(times) == MIN_SAMPLES or self._since_refresh >= REFRESH_SAMPLES or self.curve is None:
+        if len(times) == MIN_SAMPLES or self._since_refresh >= REFRESH_EVERY or self.curve is None:
             self._refresh()
             return True
         return False
@@ -231,7 +226,7 @@ class _Medians:
         trusted = [times for times in cells if len(times) >= MIN_SAMPLES]
         self.points = [_median(times) for times in trusted or cells]
         sizes, medians = np.array(self.points).T
-        if len(trusted) >= MIN_LINE:
+        if trusted:
             counts = np.array([len(times) for times in trusted])
             spread = np.median([_spread(times, median) for times, median in zip(trusted, medians, strict=True)])
             medians = _leaning_on_a_line(sizes, medians, STANDARD_ERROR * spread * medians / np.sqrt(counts))
@@ -261,7 +256,7 @@ def _leaning_on_a_line(sizes: np.ndarray, times: np.ndarray, errors: np.ndarray)
     """
     of_line = sizes > 0
     x, y, error = sizes[of_line], times[of_line], errors[of_line]
-    if len(x) < MIN_LINE or not error.all():
+    if len(x) < 3 or not error.all():  # two points lie on their line
         return times
     weights = error**-2
     x_mean, y_mean = np.average(x, weights=weights), np.average(y, weights=weights)

@@ -13,6 +13,9 @@ import numpy as np
 
 from vllm_eesd.config import MAX_SPECULATIVE_TOKENS
 
+#: Of one token: the product of a longest draft's is a number above 0, by which the next one can be divided.
+_LEAST_CHANCE = 1e-9
+
 
 class Times(NamedTuple):
     """What the steps of a batch cost, as far as is known.
@@ -56,13 +59,14 @@ def begin(
         theta: [num_rows] float64, the draws.
         odds: [num_rows] float64, of each row's acceptance, relative to the average token's.
         request_weight: share of a row's own log-odds that counts.
-        exponents: [longest] how much harder than the average token the first j are together.
+        exponents: [longest] how much harder than the average token each is.
     """
     for row, slot in enumerate(slots):
         beliefs[slot].own_odds = odds[row] ** request_weight
         log_theta = np.log(theta[row])
         for j, exponent in enumerate(exponents):
-            beliefs[slot].chain[j + 1] = np.exp(exponent * log_theta)
+            chance = max(np.exp(exponent * log_theta), _LEAST_CHANCE)
+            beliefs[slot].chain[j + 1] = beliefs[slot].chain[j] * chance
 
 
 @numba.njit(cache=True)

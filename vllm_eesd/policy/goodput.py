@@ -15,27 +15,26 @@ from vllm_eesd.policy.posterior import BetaPosterior
 from vllm_eesd.policy.protocol import DraftLengthPolicy, Outcome
 from vllm_eesd.policy_args import GoodputArgs
 
-#: What a request's outcomes count for after one more round with and without drafts: memories of 14 and 33 rounds.
-DISCOUNT, IDLE_DISCOUNT = 0.93, 0.97
+#: What a request's outcomes count for after one more round with drafts: a memory of 14 rounds.
+DISCOUNT = 0.93
 #: Outcomes from which the prior of new requests is learned, and the pseudo-counts that prior weighs.
 PRIOR_MEMORY, PRIOR_WEIGHT = 100.0, 5.0
 #: Share of a Thompson draw's distance from the posterior's mean that is kept: enough to leave a wrong belief soon, and
 #: half the noise in decisions.
 TEMPER = 0.5
-#: Lower bound on theta; it keeps theta to the power of a longest draft from underflowing.
-LEAST_THETA = 0.02
 #: How much a request's own log-odds of acceptance, relative to the average, move those its confidences show.
 REQUEST_WEIGHT = 0.5
-#: An exploratory draft takes the most promising rows, their mean plus so many standard deviations, and at most so many.
-OPTIMISM, MAX_EXPLORED = 1.5, 8
+#: An exploratory draft takes the rows with the highest mean, at most so many: more of them spend a large batch's credit
+#: at once.
+MAX_EXPLORED = 8
 #: Memory of the measured speed-up, in rounds: short, for a token gained saves time at the rate of the current text.
 SPEEDUP_ROUNDS = 10
 #: A draft step also buys its token's confidence, with which the next decision is better than the plan assumed here. It
 #: is worth so much of the time; with n rows drafting, whose sum varies less, an n-th of that.
 OPTION_VALUE = 0.2
 #: After so many rounds without drafts, deciding whether to draft may take `probe_budget` of the time: the decision is
-#: skipped for some rounds, at most so many.
-QUIET_ROUNDS, MOST_IDLE_ROUNDS = 8, 8
+#: skipped for some rounds.
+QUIET_ROUNDS = 8
 #: One round in so many is a plain one, and every other while too few were timed: the unit of all comparisons.
 PLAIN_EVERY = 256
 
@@ -72,7 +71,7 @@ class Goodput(DraftLengthPolicy):
     ) -> None:
         super().__init__(posterior, seed, costs, calibration, settings)
         self.uses_ngrams = settings.ngram
-        posterior.fade(DISCOUNT, IDLE_DISCOUNT)
+        posterior.fade(DISCOUNT)
         posterior.learn_priors(PRIOR_MEMORY, PRIOR_WEIGHT)
         self.guard = Guard(settings.probe_budget)
         self.speedup = 1.0
@@ -113,7 +112,7 @@ class Goodput(DraftLengthPolicy):
         """Draw each row's theta, and with it the chances of its drafts."""
         alpha, beta = self.posterior.parameters(slots)
         mean = alpha / (alpha + beta)
-        theta = np.maximum(mean + TEMPER * (self._generator.beta(alpha, beta) - mean), LEAST_THETA)
+        theta = mean + TEMPER * (self._generator.beta(alpha, beta) - mean)
         average = self.calibration.mean_rate
         odds = alpha / beta / (average / (1 - average))
         exponents = self.calibration.exponents[: self._longest]
@@ -161,11 +160,9 @@ class Goodput(DraftLengthPolicy):
     def _explore(self, slots: np.ndarray) -> np.ndarray:
         """Return the rows that draft a first token only to learn: the most promising few whose loss is affordable."""
         num_rows = self._num_reqs
-        alpha, beta = self.posterior.parameters(slots)
-        mean = alpha / (alpha + beta)
-        hope = mean + OPTIMISM * np.sqrt(mean * (1 - mean) / (alpha + beta + 1))
+        mean = self.posterior.mean(slots)
         may = self._beliefs["limit"][slots] > 0
-        rows = np.argsort(-np.where(may, hope, -1.0), kind="stable")[: min(MAX_EXPLORED, int(may.sum()))]
+        rows = np.argsort(-np.where(may, mean, -1.0), kind="stable")[: min(MAX_EXPLORED, int(may.sum()))]
         many = np.arange(1, len(rows) + 1)
         verify, draft, _ = self._times
         cost = num_rows * ((verify[many] + draft[many]) / verify[0] - 1)
@@ -175,8 +172,6 @@ class Goodput(DraftLengthPolicy):
         if len(affordable):
             explored[rows[: affordable[-1] + 1]] = True
             self.guard.explored(num_rows, loss[affordable[-1]])
-        else:
-            self.guard.postpone()
         return explored
 
     def _rows_to_extend(self, slots: np.ndarray, num_drafted: int) -> np.ndarray:
@@ -207,10 +202,9 @@ class Goodput(DraftLengthPolicy):
             return 0
         num_reqs = len(slots)
         plain_ms = self._times_of(num_reqs).verify[0]
-        return int(min(self.costs.decision_ms(num_reqs) / (self.guard.probe_budget * plain_ms), MOST_IDLE_ROUNDS))
+        return int(self.costs.decision_ms(num_reqs) / (self.guard.probe_budget * plain_ms))
 
     def skipped(self, slots: np.ndarray, num_rounds: int) -> None:
-        super().skipped(slots, num_rounds)
         self.guard.skipped(len(slots), num_rounds)
         self.speedup = 1 + (self.speedup - 1) * (1 - 1 / SPEEDUP_ROUNDS) ** num_rounds
         self._rounds += num_rounds

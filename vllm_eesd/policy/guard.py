@@ -7,9 +7,9 @@ from __future__ import annotations
 REQUEST_ALLOWANCE, LEAST_ALLOWANCE = 2.0, 0.5
 #: The most credit kept, in tokens per request of the batch: gains of an easy hour do not pay for a long losing streak.
 MAX_CREDIT = 8.0
-#: Rounds until the next exploratory draft: twice as many after each fruitless one, up to this many times what the
-#: budget allows.
-FIRST_WAIT, MAX_BACKOFF = 2.0, 8.0
+#: From one round on the wait for the next exploratory draft doubles after each fruitless one, up to this many times
+#: what the budget allows.
+MAX_BACKOFF = 8.0
 #: Rounds for which fewer requests must have decoded before the others are taken to have ended: the scheduler passes
 #: over running ones too.
 PATIENCE = 32
@@ -36,7 +36,7 @@ class Guard:
         #: The requests a debt is shared among, and the rounds since fewer than these have decoded.
         self._debtors = self._fewer_for = 0
         self._wait = 0.0
-        self._next_wait = FIRST_WAIT
+        self._next_wait = 1.0
 
     def admit(self, num_reqs: int) -> None:
         """Count new requests: each brings its allowance, and is worth an exploratory draft."""
@@ -56,15 +56,11 @@ class Guard:
         """Start the wait for the next exploratory draft; `loss` is what this one is expected to cost, in tokens."""
         self._wait = self._next_wait
         longest = MAX_BACKOFF * max(loss, 0.0) / (self.probe_budget * num_reqs)
-        self._next_wait = max(FIRST_WAIT, min(2 * self._next_wait, longest))
-
-    def postpone(self) -> None:
-        """No exploratory draft is affordable now: try again in some rounds, not in every one."""
-        self._wait = FIRST_WAIT
+        self._next_wait = max(1.0, min(2 * self._next_wait, longest))
 
     def paid(self) -> None:
         """Drafting gained something, or is believed to: explore again at once, and eagerly from then on."""
-        self._wait, self._next_wait = 0.0, FIRST_WAIT
+        self._wait, self._next_wait = 0.0, 1.0
 
     def settle(self, num_reqs: int, cost: float, num_tokens: int, gain_of_drafts: float) -> None:
         """Enter one round.

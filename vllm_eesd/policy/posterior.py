@@ -36,7 +36,7 @@ class BetaPosterior:
             raise ValueError(f"eesd: prior ({prior_alpha}, {prior_beta}) is not valid: both pseudo-counts must be > 0")
         self.max_num_reqs = max_num_reqs
         self.prior = (float(prior_alpha), float(prior_beta))
-        self._discount = self._idle_discount = 1.0
+        self._discount = 1.0
         self._memory = 0.0
         self._weight = sum(self.prior)
         self._counts = np.zeros((2, max_num_reqs))  # successes, failures
@@ -46,15 +46,12 @@ class BetaPosterior:
         self._refresh_priors()
         # Compiles both, so that no request waits for that.
         no_rows = np.zeros(0, dtype=np.int64)
-        _count(no_rows, no_rows, no_rows, 1.0, 1.0, self._counts)
+        _count(no_rows, no_rows, no_rows, 1.0, self._counts)
         _learn(no_rows, no_rows, no_rows, 1.0, self._given, self._shared, self._priors)
 
-    def fade(self, discount: float, idle_discount: float) -> None:
-        """Multiply a request's counts every round by `discount`, or if none of its drafts was judged the other one.
-
-        So a posterior follows its text, and returns to the prior while nothing is observed.
-        """
-        self._discount, self._idle_discount = discount, idle_discount
+    def fade(self, discount: float) -> None:
+        """Multiply a request's counts by `discount` in every round in which its drafts are judged."""
+        self._discount = discount
 
     def learn_priors(self, memory: float, weight: float) -> None:
         """Learn the mean of each key's prior from the last `memory` outcomes of requests that share.
@@ -108,15 +105,11 @@ class BetaPosterior:
         """
         num_verified = np.asarray(num_verified, dtype=np.int64)
         num_accepted = np.asarray(num_accepted, dtype=np.int64)
-        _count(slots, num_verified, num_accepted, self._discount, self._idle_discount, self._counts)
+        _count(slots, num_verified, num_accepted, self._discount, self._counts)
         if self._memory:
             judged = num_verified if updates_shared_prior is None else num_verified * updates_shared_prior
             kept = 1 - 1 / self._memory
             _learn(self._key[slots], judged, num_accepted, kept, self._given, self._shared, self._priors)
-
-    def skip(self, slots: np.ndarray, num_rounds: int) -> None:
-        """Let the counts of these slots fade as in so many rounds in which none of their drafts was judged."""
-        self._counts[:, slots] *= self._idle_discount**num_rounds
 
     def draw(self, slots: np.ndarray, generator: np.random.Generator) -> np.ndarray:
         """Return one Thompson draw per slot, [num_rows] float64 in [0, 1]."""
@@ -149,14 +142,13 @@ def _count(
     num_verified: np.ndarray,
     num_accepted: np.ndarray,
     discount: float,
-    idle_discount: float,
     counts: np.ndarray,
 ) -> None:
     """Update `counts` [2, max_num_reqs], successes and failures of each slot, with one round's outcomes."""
     for row, slot in enumerate(slots):
-        kept = discount if num_verified[row] > 0 else idle_discount
-        counts[0, slot] = counts[0, slot] * kept + num_accepted[row]
-        counts[1, slot] = counts[1, slot] * kept + (1 if num_accepted[row] < num_verified[row] else 0)
+        if num_verified[row] > 0:
+            counts[0, slot] = counts[0, slot] * discount + num_accepted[row]
+            counts[1, slot] = counts[1, slot] * discount + (1 if num_accepted[row] < num_verified[row] else 0)
 
 
 @numba.njit(cache=True)

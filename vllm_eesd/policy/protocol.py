@@ -161,7 +161,6 @@ class DraftLengthPolicy:
         Args:
             slots: [num_rows] int64, the batch.
         """
-        self.posterior.skip(slots, num_rounds)
 
     def posterior_of(self, slots: np.ndarray) -> np.ndarray:
         """Return alpha and beta of these slots, [2, num_rows] float64."""
