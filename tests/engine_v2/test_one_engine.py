@@ -29,7 +29,7 @@ PLACES = {
     "the beginning": [("vllm_eesd.host.v2.lengths:Rounds.begin", (0, 3), True)],
     "learning and lengths": [
         ("vllm_eesd.host.v2.lengths:Rounds._observe", (0,), False),
-        ("vllm_eesd.round.draft:DraftRound.decide_ahead", (2,), False),
+        ("vllm_eesd.round.draft:DraftRound.decide_ahead", (1,), False),
     ],
     "draft steps": [
         ("vllm_eesd.host.v2.draft_steps:DraftSteps._prepare", (1,), True),
