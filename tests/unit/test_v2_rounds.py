@@ -351,3 +351,24 @@ def test_a_traced_round_is_what_the_target_judged(monkeypatch):
     known = verdict()
     assert known.judged == [Judged("a", [11, 12, 13, 14], [11, 12, 19]), Judged("b", [21], [21, 29])]
     assert known.rows.tolist() == [0, 1] and known.verify_ms > 0 and known.draft_steps_ms == []
+
+
+def test_a_traced_round_shows_the_confidences_of_its_own_drafts(monkeypatch):
+    """They are known with the verdict only, and rows are found by their slots: batches change from step to step."""
+    rounds = make_rounds(monkeypatch, **ALWAYS)
+    noted = []
+    rounds.round_trace = SimpleNamespace(add_pending=lambda *args: noted.append(args))
+    rounds.admit([0, 2], [new_request(), new_request()])
+
+    def run(slots):
+        step = target_step(slots, [1] * len(slots), [K] * len(slots))
+        step.last_sampled = torch.full((3, 1), 19)
+        step._batch.req_ids, step._batch.idx_mapping = [str(slot) for slot in slots], torch.tensor(slots)
+        rounds.begin(step, True, trace.tokens_of_step(step, torch.ones(len(slots), K, dtype=torch.int64))).mark()
+
+    run([0, 2])
+    draft(rounds, np.array([[0.25, 0, 0, 0], [0.75, 0, 0, 0]], dtype=np.float32))
+    run([2, 0])
+    assert noted[-1][-1]().confidences[:, 0].tolist() == [0.75, 0.25]
+    run([2])  # nothing was drafted for it
+    assert noted[-1][-1]().confidences is None

@@ -130,13 +130,18 @@ class Drafts(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """What became of a step's rounds, where that is known only after the step; times as in `Round`."""
+    """What became of a step's rounds, where that is known only after the step; times as in `Round`.
+
+    Attributes:
+        confidences: as in `Drafts`, where they too are known only then.
+    """
 
     rows: np.ndarray  # [len(judged)] int64, which of the step's slots decoded
     judged: list[Judged]
     draft_steps_ms: list[float]
     draft_rest_ms: float
     verify_ms: float
+    confidences: np.ndarray | None = None
 
 
 class _Step(NamedTuple):
@@ -268,8 +273,9 @@ def _lines(step: _Step, verdict: Verdict) -> Iterator[Round]:
     shared = {key: _rounded(value) for key, value in (step.shared | times).items()}
     alpha, beta = step.posterior[:, verdict.rows]
     means, intervals = alpha / (alpha + beta), betaincinv(alpha[:, None], beta[:, None], INTERVAL)
+    known = step.drafts.confidences if verdict.confidences is None else verdict.confidences
     for number, (row, judged) in enumerate(zip(verdict.rows, verdict.judged, strict=True)):
-        confidences = step.drafts.confidences[row, : len(judged.draft)].tolist()
+        confidences = known[row, : len(judged.draft)].tolist()
         yield {
             "request": judged.request_id,
             "draft": judged.draft,

@@ -234,7 +234,7 @@ class Rounds:
         if asynchronous:
             verified = np.where(self._has_grammar[step.slots], -1, verified)
         drafts = Drafts(step.slots, self._pending.confidences[step.slots], self._pending.from_ngrams[step.slots])
-        verdict = pending_verdict(step, request_ids, verified, tokens)
+        verdict = pending_verdict(step, request_ids, verified, tokens, self.policy.needs_confidence)
         self.round_trace.add_pending(drafts, self.policy, self._began_s, int(step.decoded.sum()), verdict)
 
     def _learn_costs(self, step: PendingStep, num_emitted: int, all_decoded: bool) -> None:

@@ -24,7 +24,11 @@ def tokens_of_step(step: TargetStep, drafts: torch.Tensor) -> torch.Tensor:
 
 
 def pending_verdict(
-    step: PendingStep, request_ids: Sequence[str], num_verified: np.ndarray, tokens: torch.Tensor
+    step: PendingStep,
+    request_ids: Sequence[str],
+    num_verified: np.ndarray,
+    tokens: torch.Tensor,
+    with_confidences: bool,
 ) -> Callable[[], Verdict | None]:
     """Return what `RoundTrace.add_pending` asks for a step's outcome; copying it to the host begins here.
 
@@ -32,6 +36,7 @@ def pending_verdict(
         request_ids: num_reqs of them.
         num_verified: [num_reqs] int64, draft tokens judged; -1 where the host never learns, the accepted ones then.
         tokens: of `tokens_of_step`.
+        with_confidences: whether the trace shows those of the drafts.
     """
     copy, rows, names = HostCopy(tokens), np.flatnonzero(step.decoded), list(request_ids)
 
@@ -45,6 +50,16 @@ def pending_verdict(
             draft = accepted if verified < 0 else drafts[:verified]
             judged.append(Judged(names[row], draft, [*accepted, last]))
         rest_ms, steps_ms = (0.0, []) if step.before is None else step.before.drafting_ms()
-        return Verdict(rows, judged, steps_ms, rest_ms, step.verify_ms() or 0.0)
+        confidences = confidences_of(step) if with_confidences and step.drafted is not None else None
+        return Verdict(rows, judged, steps_ms, rest_ms, step.verify_ms() or 0.0, confidences)
 
     return verdict
+
+
+def confidences_of(step: PendingStep) -> np.ndarray:
+    """Return the confidences of each row's draft, [num_reqs, K] float32; NaN where the round before had no such row."""
+    confidences = step.drafted.confidences.numpy()
+    here, there = np.nonzero(step.slots[:, None] == step.drafted.round.slots)
+    found = np.full((len(step.slots), confidences.shape[1]), np.nan, dtype=np.float32)
+    found[here] = confidences[there]
+    return found
