@@ -10,19 +10,21 @@ from pathlib import Path
 
 
 @contextlib.contextmanager
-def replacing(path: str | os.PathLike, mode: int = 0o644) -> Iterator[Path]:
-    """Yield where to write a file that then replaces `path` in one step; its directory is made if missing.
+def replacing(path: str | os.PathLike, mode: int = 0o644, make_directory: bool = True) -> Iterator[Path]:
+    """Yield where to write a file that then replaces `path` in one step.
 
     A reader, or a crash at any moment, finds the old content or the new one; after an error in the block the old one.
     The name yielded ends as `path` does.
 
     Args:
         mode: the new file's permissions.
+        make_directory: whether a missing directory is made, not an error.
     Raises:
         OSError: the directory cannot be written, or the disk is full.
     """
     path = Path(os.path.realpath(path))
-    path.parent.mkdir(parents=True, exist_ok=True)
+    if make_directory:
+        path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=".new.", suffix=path.suffix)
     os.close(handle)
     try:

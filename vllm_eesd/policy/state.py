@@ -7,7 +7,7 @@ import logging
 import os
 from pathlib import Path
 
-from vllm_eesd.files import write_whole
+from vllm_eesd.files import replacing
 from vllm_eesd.policy.calibration import Calibration
 from vllm_eesd.policy.posterior import BetaPosterior
 
@@ -29,7 +29,8 @@ def save_state(path: str | os.PathLike, posterior: BetaPosterior, calibration: C
         "priors": posterior.state(),
         "calibration": calibration.state(),
     }
-    write_whole(path, json.dumps(state, separators=(",", ":")), mode=0o600)
+    with replacing(path, mode=0o600, make_directory=False) as file:
+        file.write_text(json.dumps(state, separators=(",", ":")), encoding="utf-8")
 
 
 def load_state(path: str | os.PathLike, posterior: BetaPosterior, calibration: Calibration) -> bool:
