@@ -144,7 +144,7 @@ def test_neither_model_runner_imports_the_other():
     assert wrong == []
     planted = "from vllm_eesd.host.v1.batch import V1Step", "from vllm_eesd.host import v1", "from ..v1 import seams"
     assert all(runners_that_meet(line, "vllm_eesd.host.v2.lengths") for line in planted)
-    assert not runners_that_meet(planted[0], "vllm_eesd.host.v1.requests")
+    assert not runners_that_meet(planted[0], "vllm_eesd.host.v1.proposer")
 
 
 def test_every_part_has_a_rule():

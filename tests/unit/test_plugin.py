@@ -1,5 +1,6 @@
 """Each seam wraps, is idempotent and refuses a changed host; asking for EESD on such a host says why it cannot run."""
 
+import ast
 import dataclasses
 import importlib
 import inspect
@@ -53,11 +54,30 @@ def test_every_seam_fits_the_installed_vllm():
     assert all(seam.why and seam.retired_by for seam in SEAMS)
 
 
-def test_the_quick_way_to_a_digest_is_taken_for_all_of_them():
+def test_functions_are_found_by_their_indentation_as_a_parser_finds_them():
     """It spares every process the parsing of vLLM's largest files."""
     for seam in SEAMS:
-        quick = vllm_source.quick_digest(vllm_source.installed_source, seam.module, seam.qualified)
-        assert quick == vllm_source.find(vllm_source.installed_source, seam.module, seam.qualified).digest
+        found = vllm_source.find(vllm_source.installed_source, seam.module, seam.qualified)
+        tree = ast.parse(vllm_source.installed_source(seam.module))
+        class_name, _, name = seam.qualified.rpartition(".")
+        classes = {node.name: node.body for node in tree.body if isinstance(node, ast.ClassDef)}
+        body = classes[class_name] if class_name else tree.body
+        nodes = [node for node in body if isinstance(node, ast.FunctionDef) and node.name == name]
+        if not nodes:  # the module has imported it
+            assert found.node.name == name
+            continue
+        first = min([nodes[0].lineno, *(decorator.lineno for decorator in nodes[0].decorator_list)])
+        lines = vllm_source.installed_source(seam.module).splitlines()[first - 1 : nodes[0].end_lineno]
+        assert found.digest == vllm_source.digest_of_lines(lines)
+
+
+@pytest.mark.parametrize("text", ['"""\nat the margin\n"""', "'''\n  less than the body\n'''"])
+def test_a_function_that_is_not_found_whole_is_a_reason(text):
+    source = (
+        f"class EngineArgs:\n    def create_speculative_config(self):\n        text = {text}\n        return text\n"
+    )
+    status = seams.check(engine_seams.SEAMS[0], lambda module: source)
+    assert not status.ok and "cannot be read" in status.reason
 
 
 @pytest.mark.parametrize("index", range(len(TARGETS)), ids=TARGETS)

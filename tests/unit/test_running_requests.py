@@ -4,8 +4,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from vllm_eesd.host.v1.batch import V1Step
-from vllm_eesd.host.v1.requests import BatchRequests
+from vllm_eesd.host.v1.batch import BatchRequests, V1Step
 from vllm_eesd.policy import BetaPosterior, build_policy
 
 

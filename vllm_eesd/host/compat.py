@@ -1,4 +1,5 @@
 """The names of vLLM's internals that a worker needs, in one place. A front end imports nothing of this."""
+# ruff: noqa: F401
 
 from vllm.compilation.backends import set_model_tag
 from vllm.compilation.decorators import support_torch_compile
@@ -29,31 +30,3 @@ from vllm.v1.sample.logits_processor.builtin import (
     MinTokensLogitsProcessor,
 )
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
-
-__all__ = [
-    "AutoWeightsLoader",
-    "CommonAttentionMetadata",
-    "LogitBiasLogitsProcessor",
-    "LogitsProcessor",
-    "MinPLogitsProcessor",
-    "MinTokensLogitsProcessor",
-    "ParallelLMHead",
-    "QKVParallelLinear",
-    "RMSNorm",
-    "ReplicatedLinear",
-    "SamplerOutput",
-    "SpecDecodeMetadata",
-    "UnquantizedEmbeddingMethod",
-    "UnquantizedLinearMethod",
-    "VllmConfig",
-    "create_forward_context",
-    "direct_register_custom_op",
-    "get_forward_context",
-    "get_tp_group",
-    "init_logger",
-    "override_forward_context",
-    "process_weights_after_loading",
-    "set_default_torch_dtype",
-    "set_model_tag",
-    "support_torch_compile",
-]

@@ -5,13 +5,19 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING
 
 from vllm_eesd.host.compat import get_tp_group
 from vllm_eesd.policy import CostModel
 
+if TYPE_CHECKING:
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner as V2Runner
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner as V1Runner
+
 #: Runs a step of some size and returns the ms it took.
 Job = Callable[[], float]
+#: Of a job: what it runs, "forward" or "draft", and its size.
+Name = tuple[str, int]
 #: All of it together; a size that was begun is finished.
 BUDGET_S = 0.3
 #: In the order they are timed: with little time the first ones must do. The others lie between or beyond.
@@ -21,12 +27,15 @@ MOST_PASSES = 6
 
 
 def profile(
-    runner: Any, longest_draft: int, forward: Callable[[int], Job], draft: Callable[[int], Job], costs: CostModel
+    runner: V1Runner | V2Runner,
+    longest_draft: int,
+    forward: Callable[[int], Job],
+    draft: Callable[[int], Job],
+    costs: CostModel,
 ) -> None:
     """Give `costs` something to start from.
 
     Args:
-        runner: vLLM's GPUModelRunner, of either kind.
         longest_draft: in tokens.
         forward: by tokens, times a forward of the target.
         draft: by rows, times a draft step.
@@ -42,7 +51,7 @@ def profile(
         costs.start_from(forwards, drafts)
 
 
-def _time(jobs: dict[Any, Job], order: list[Any]) -> dict[Any, list[float]]:
+def _time(jobs: dict[Name, Job], order: list[Name]) -> dict[Name, list[float]]:
     """Return ms of every job that the budget had room for; every rank gets rank 0's, and does the same jobs."""
     group, times = get_tp_group(), {}
     deadline = time.perf_counter() + BUDGET_S

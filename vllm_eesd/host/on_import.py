@@ -6,11 +6,10 @@ import importlib
 import logging
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any
 
 Action = Callable[[ModuleType], None]
 
@@ -29,7 +28,7 @@ class _Loader(Loader):
         self._loader.exec_module(module)
         self._finder.run(module)
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(self._loader, name)
 
 
@@ -56,7 +55,9 @@ class _Finder(MetaPathFinder):
             except Exception:
                 logging.getLogger("vllm.eesd").exception("eesd: after the import of %s", module.__name__)
 
-    def find_spec(self, fullname: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
         if fullname not in self._actions or getattr(self._searching, "name", None) == fullname:
             return None
         # Another finder of this kind may ask all others too, this one among them.

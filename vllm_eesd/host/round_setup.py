@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from vllm_eesd.host.compat import get_tp_group
 from vllm_eesd.host.speculative import EESDSpeculativeConfig
@@ -32,7 +31,7 @@ def build_policy_of(
     """
     head, eesd = config.exit_head, config.eesd
     posterior = BetaPosterior(max_num_reqs, head.prior.alpha, head.prior.beta)
-    args: dict[str, Any] = eesd.policy_args if name in (None, eesd.policy) else {}
+    args = eesd.policy_args if name in (None, eesd.policy) else {}
     if like is not None:
         return build_policy(name or eesd.policy, posterior, eesd.seed, args, like.costs, like.calibration)
     # Until measured: a draft step takes its layers' share of a plain step.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import os
 from pathlib import Path
-from typing import Any
 
 from vllm.config import ModelConfig, ParallelConfig, SpeculativeConfig
 from vllm.exceptions import VLLMValidationError
@@ -63,7 +62,7 @@ class EESDSpeculativeConfig(SpeculativeConfig):
 
     @classmethod
     def build(
-        cls, spec: Any, target: ModelConfig, parallel: ParallelConfig, enable_lora: bool = False
+        cls, spec: object, target: ModelConfig, parallel: ParallelConfig, enable_lora: bool = False
     ) -> EESDSpeculativeConfig:
         """Return the validated config.
 
@@ -156,7 +155,7 @@ def check_target_model(target: ModelConfig, parallel: ParallelConfig) -> None:
         )
 
 
-def check_kv_connector(kv_transfer_config: Any, kv_offloading_size: float | None) -> None:
+def check_kv_connector(kv_transfer_config: object, kv_offloading_size: float | None) -> None:
     """Refuse to move KV between engines or memories: connectors see a layer's cache when its attention runs.
 
     The exit layer's attention does not run in the target's forward, which fills its cache all the same.

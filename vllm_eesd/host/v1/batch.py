@@ -1,11 +1,22 @@
-"""What EESD reads of a step of Model Runner V1: the only reader of its batch's attributes."""
+"""What EESD reads of a step of Model Runner V1, and the slots of its requests, which move between batch rows.
+
+Nothing else reads attributes of the runner's batch.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+
+from vllm_eesd.round.requests import NewRequest, RunningRequests
+from vllm_eesd.round.slots import RequestSlots
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.worker.gpu_input_batch import CachedRequestState
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 
 class V1Step:
@@ -18,7 +29,7 @@ class V1Step:
     Source: vllm/v1/worker/gpu_input_batch.py, vllm/v1/core/sched/output.py.
     """
 
-    def __init__(self, runner: Any, scheduler_output: Any, emitted: list[list[int]]) -> None:
+    def __init__(self, runner: GPUModelRunner, scheduler_output: SchedulerOutput, emitted: list[list[int]]) -> None:
         self.runner, self.emitted = runner, emitted
         self._batch, self._scheduled = runner.input_batch, scheduler_output
         #: Of the rows, in batch order; vLLM's own list, not to be kept.
@@ -75,7 +86,7 @@ class V1Step:
         return self._batch.request_lora_mapping[: len(self)] != 0
 
     @property
-    def requests(self) -> dict[str, Any]:
+    def requests(self) -> dict[str, CachedRequestState]:
         """vLLM's CachedRequestState of every request of the engine, by id."""
         return self.runner.requests
 
@@ -88,3 +99,51 @@ class V1Step:
     def vocab_size(self) -> int:
         """Of the target."""
         return self.runner.model_config.get_vocab_size()
+
+
+class BatchRequests(RunningRequests):
+    """Running requests by id; see `RunningRequests` for the arguments."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)
+        self.forget()
+
+    def forget(self) -> None:
+        """Give every slot back, as if no request had been seen."""
+        self._slots = RequestSlots(self.max_num_reqs)
+        #: The batch of the last step and its slots.
+        self._last: tuple[list[str], np.ndarray] = [], np.zeros(0, dtype=np.int64)
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    @property
+    def slots(self) -> np.ndarray:
+        """Slots in use, [num_requests] int64."""
+        return self._slots.in_use()
+
+    @property
+    def last_slots(self) -> np.ndarray:
+        """Slots of the batch of the last step decided on, [num_reqs] int64."""
+        return self._last[1]
+
+    def slots_of(self, step: V1Step) -> np.ndarray:
+        """Return the slot of each row of a step's batch, [num_reqs] int64; not to be written to."""
+        last_ids, slots = self._last
+        request_ids = step.req_ids
+        if not step.finished and request_ids == last_ids:
+            return slots
+        self._slots.release(step.finished)
+        # A finish announced in a step that scheduled no tokens is seen by no round; release such requests here.
+        self._slots.release([name for name in self._slots.request_ids() if name not in step.requests])
+        slots, new = self._slots.assign(request_ids)
+        if new.any():
+            requests = [_describe(step.requests[request_ids[row]]) for row in np.flatnonzero(new)]
+            self.admit(slots[new], requests, step.max_model_len)
+        self._last = list(request_ids), slots
+        return slots
+
+
+def _describe(request: CachedRequestState) -> NewRequest:
+    lora = request.lora_request
+    return NewRequest(request.sampling_params, request.num_prompt_tokens, "" if lora is None else lora.lora_name)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -12,6 +13,10 @@ import torch
 from vllm_eesd.host.compat import CommonAttentionMetadata, create_forward_context, override_forward_context
 from vllm_eesd.host.model.draft_step import DraftStep
 from vllm_eesd.host.v1.draft_sampling import DraftSampling
+
+if TYPE_CHECKING:
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+    from vllm.v1.worker.utils import AttentionGroup
 
 
 class DraftRows:
@@ -28,7 +33,7 @@ class DraftRows:
     """
 
     def __init__(
-        self, runner: Any, step: DraftStep, layer_names: list[str], sampling: DraftSampling | None = None
+        self, runner: GPUModelRunner, step: DraftStep, layer_names: list[str], sampling: DraftSampling | None = None
     ) -> None:
         self._step, self._layer_names, self._sampling = step, layer_names, sampling
         #: (rows, ms) of the draft steps of the last round, each with the decision before it (the first's belongs to
@@ -54,7 +59,9 @@ class DraftRows:
         """Return how many tokens the KV blocks of each row can hold, [num_rows] int64."""
         return self._block_table.num_blocks_per_row[:num_rows].astype(np.int64) * self._block_table.block_size
 
-    def round(self, input_positions: np.ndarray, input_hidden_states: Callable[[], torch.Tensor]) -> Any:
+    def round(
+        self, input_positions: np.ndarray, input_hidden_states: Callable[[], torch.Tensor]
+    ) -> AbstractContextManager[None]:
         """Prepare a round and return the context manager its steps run in.
 
         Args:
@@ -116,7 +123,7 @@ class DraftRows:
         return self._round_context[torch.from_numpy(rows)]
 
 
-def _attention_group(runner: Any, layer_names: list[str]) -> tuple[int, Any]:
+def _attention_group(runner: GPUModelRunner, layer_names: list[str]) -> tuple[int, AttentionGroup]:
     """Return (KV-cache group id, attention group) holding all these layers.
 
     Raises:

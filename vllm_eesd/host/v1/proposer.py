@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -16,12 +16,10 @@ from vllm_eesd.host.model.draft_step import DraftStep, compile_draft_step
 from vllm_eesd.host.model.exit_head import load_head
 from vllm_eesd.host.round_setup import agree_on_times, build_policy_of, open_trace
 from vllm_eesd.host.speculative import EESDSpeculativeConfig
-from vllm_eesd.host.v1 import verification
-from vllm_eesd.host.v1.batch import V1Step
+from vllm_eesd.host.v1.batch import BatchRequests, V1Step
 from vllm_eesd.host.v1.cost_profile import profile_costs
 from vllm_eesd.host.v1.draft_rows import DraftRows
 from vllm_eesd.host.v1.draft_sampling import DraftSampling
-from vllm_eesd.host.v1.requests import BatchRequests
 from vllm_eesd.policy import DraftLengthPolicy, Outcome
 from vllm_eesd.round.counters import DraftStats
 from vllm_eesd.round.draft import DraftRound, draft_tokens
@@ -31,6 +29,10 @@ from vllm_eesd.round.outcome import Learner, StepTimes
 from vllm_eesd.round.slots import PendingDrafts
 from vllm_eesd.traces.dense import DenseRecorder
 from vllm_eesd.traces.rounds import Drafts, Judged
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 
 class EarlyExitProposer:
@@ -49,7 +51,7 @@ class EarlyExitProposer:
         self.num_speculative_tokens = config.num_speculative_tokens
         self.stats, self.breaker = DraftStats(config.num_speculative_tokens), CircuitBreaker()
         #: None drafts greedily.
-        self._sampling = DraftSampling() if config.eesd.draft_sample_method == "probabilistic" else None
+        self.sampling = DraftSampling() if config.eesd.draft_sample_method == "probabilistic" else None
         if get_tp_group().rank_in_group == 0:
             rank = vllm_config.parallel_config.data_parallel_rank
             publish(config.metrics_directory, rank, self.stats, self.breaker)
@@ -87,24 +89,20 @@ class EarlyExitProposer:
             self._layer_names.append(head.attention_name)
         compile_draft_step(self._step, self.vllm_config, torch.device("cpu"))
 
-    def profile_costs(self, runner: Any) -> None:
+    def profile_costs(self, runner: GPUModelRunner) -> None:
         """Time steps of a few sizes, so that the first requests are not the ones to learn from. Called at start-up."""
         profile_costs(runner, self._step, self.policy.costs)
 
-    def propose(self, *args: Any, **kwargs: Any) -> list[list[int]]:
+    def propose(self, *args: object, **kwargs: object) -> list[list[int]]:
         """Refuse: without its seam the runner gives a proposer too little to draft with."""
         raise RuntimeError(
             "eesd: the seam at GPUModelRunner.propose_draft_token_ids is not installed; run `eesd doctor`"
         )
 
-    def sample(self, runner: Any, host_sample: Any, logits: torch.Tensor, metadata: Any) -> Any:
-        """Return vLLM's SamplerOutput of a step, see `verification.sample`."""
-        return verification.sample(runner, host_sample, logits, metadata, self._sampling)
-
     def propose_round(
         self,
-        runner: Any,
-        scheduler_output: Any,
+        runner: GPUModelRunner,
+        scheduler_output: SchedulerOutput,
         sampled_token_ids: list[list[int]],
         sample_hidden_states: torch.Tensor,
     ) -> list[list[int]]:
@@ -142,8 +140,8 @@ class EarlyExitProposer:
         """
         self._requests.forget()
         self._pending.clear()
-        if self._sampling is not None:
-            self._sampling.forget(request_ids)
+        if self.sampling is not None:
+            self.sampling.forget(request_ids)
         self._rows = None
         self._forget_round()
 
@@ -229,9 +227,9 @@ class EarlyExitProposer:
     ) -> DraftRound:
         """Return the round of this batch, its first token decided."""
         if self._rows is None:
-            self._rows = DraftRows(step.runner, self._step, self._layer_names, self._sampling)
-        if self._sampling is not None:
-            self._sampling.begin_round(step.runner, step.finished)
+            self._rows = DraftRows(step.runner, self._step, self._layer_names, self.sampling)
+        if self.sampling is not None:
+            self.sampling.begin_round(step.runner, step.finished)
         # Whatever the scheduler reserved: a draft may never write into a block that is not its request's.
         room = np.maximum(self._rows.allocated_tokens(len(slots)) - num_tokens + 1, 0)
         ngram_limits = np.minimum(limits, room)
@@ -252,9 +250,9 @@ class EarlyExitProposer:
 
         with self._rows.round(num_tokens - 1, input_hidden_states):
             drafts = draft_tokens(round_, self._rows, step.input_token_ids())
-        if self._sampling is not None:
+        if self.sampling is not None:
             for row in np.flatnonzero(round_.from_ngrams).tolist():
-                self._sampling.keep_certain(row, drafts[row], step.vocab_size)
+                self.sampling.keep_certain(row, drafts[row], step.vocab_size)
         self.stats.count_not_finite(self._rows.num_not_finite)
         self._pending.keep(round_)
         return drafts
@@ -294,6 +292,6 @@ class EarlyExitProposer:
         self.recorder.add(step.req_ids, step.emitted, drafts, round_.confidences)
         return [[] for _ in drafts]
 
-    def policy_metrics(self) -> dict[str, Any]:
+    def policy_metrics(self) -> dict[str, object]:
         """Return what the policy believes of the running requests, `DraftLengthPolicy.metrics`."""
         return self.policy.metrics(self._requests.slots)

@@ -35,7 +35,9 @@ def _wrap_sample(original: Function) -> Function:
         drafter = _drafter_of(self)
         if spec_decode_metadata is None or drafter is None:
             return original(self, logits, spec_decode_metadata)
-        return drafter.sample(self, original, logits, spec_decode_metadata)
+        from vllm_eesd.host.v1.verification import sample
+
+        return sample(self, original, logits, spec_decode_metadata, drafter.sampling)
 
     return _sample
 
@@ -65,7 +67,7 @@ def _wrap_rejection_sample(original: Function) -> Function:
     def rejection_sample(draft_token_ids, *args, **kwargs):
         if not draft_token_ids.is_cpu:
             return original(draft_token_ids, *args, **kwargs)
-        from vllm_eesd.host.v1.placeholders import reject_placeholders
+        from vllm_eesd.host.v1.verification import reject_placeholders
 
         return reject_placeholders(original, draft_token_ids, *args, **kwargs)
 
