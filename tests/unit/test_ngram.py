@@ -81,6 +81,7 @@ def test_one_request_teaches_the_others_unless_it_may_not():
         update(continuations, text[:9], slot=1)
         learned = chances(continuations, slot=1)[1] - chances(fresh, slot=1)[1]
         assert learned > 0.02 if shares else learned == 0.0
+        assert chances(continuations)[1] > chances(fresh, slot=1)[1]  # its own outcomes count for itself
 
 
 def test_a_new_request_in_a_slot_starts_afresh():

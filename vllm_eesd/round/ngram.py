@@ -22,6 +22,9 @@ MEMORY = 50.0
 #: A text is familiar if most of its last tokens, about so many, stood in it before: a match is worth more there than in
 #: a text that repeats nothing, where it is chance.
 FAMILIARITY_MEMORY, MOST = 16.0, 0.5
+#: A request's own outcomes by matched length, in classes 1, 2-3, 4-7, 8 and more: the weight of the common rate, in
+#: outcomes.
+NUM_CLASSES, COMMON_WEIGHT = 4, 16.0
 
 
 class _State(NamedTuple):
@@ -33,15 +36,17 @@ class _State(NamedTuple):
         text_length: [max_num_reqs] int64, of the text that the draft continues.
         familiarity: [max_num_reqs] float64, share of the latest tokens that stood in the text before; negative:
             unknown.
-        outcomes: [2, 2, MAX_MATCH + 1] float64, tokens judged and right, by whether the text is familiar and matched
+        common: [2, 2, MAX_MATCH + 1] float64, tokens judged and right, by whether the text is familiar and matched
             length.
+        own: [2, max_num_reqs, NUM_CLASSES] float64, tokens judged and right, by slot and class of matched lengths.
     """
 
     tokens: np.ndarray
     matched: np.ndarray
     text_length: np.ndarray
     familiarity: np.ndarray
-    outcomes: np.ndarray
+    common: np.ndarray
+    own: np.ndarray
 
 
 class NgramDrafter:
@@ -49,7 +54,8 @@ class NgramDrafter:
 
     The draft is the tokens after the longest earlier occurrence of the text's end (of several, the latest); where the
     text ends it goes on with the draft itself. Token j + 1 of a draft after m matched tokens extends a match of m + j:
-    one rate for each matched length, learned over all requests whose texts are as familiar, gives them all.
+    one rate for each matched length, learned over all requests whose texts are as familiar and corrected by each
+    request's own outcomes, gives them all.
 
     Args:
         max_num_reqs: request slots.
@@ -68,7 +74,8 @@ class NgramDrafter:
             matched=np.zeros(max_num_reqs, dtype=np.int64),
             text_length=np.zeros(max_num_reqs, dtype=np.int64),
             familiarity=np.full(max_num_reqs, -1.0),
-            outcomes=np.stack([given, given], axis=1),
+            common=np.stack([given, given], axis=1),
+            own=np.zeros((2, max_num_reqs, NUM_CLASSES)),
         )
         no_rows = np.zeros(0, dtype=np.int64)  # compiles: no request waits for that
         self.update(no_rows, np.zeros((0, 1), dtype=np.int32), no_rows, no_rows, no_rows.astype(bool))
@@ -78,6 +85,7 @@ class NgramDrafter:
         """Forget the requests that had these slots."""
         self._state.matched[slots] = 0
         self._state.familiarity[slots] = -1.0
+        self._state.own[:, slots] = 0.0
 
     def update(
         self,
@@ -94,7 +102,7 @@ class NgramDrafter:
             texts: [any, longest text] int32, token ids.
             rows: [num_rows] int64, the row of `texts` with each slot's text.
             num_tokens: [num_rows] int64, the length of its text, prompt and output, 1 or more.
-            updates_shared_prior: [num_rows] bool, whose outcomes may teach what all requests use.
+            updates_shared_prior: [num_rows] bool, whose outcomes may teach what other requests use.
         """
         _update(slots, texts, rows, num_tokens, updates_shared_prior, self._state)
 
@@ -106,6 +114,11 @@ class NgramDrafter:
         chances = np.empty((len(slots), self.tokens.shape[1] + 1))
         _chances(slots, self._state, chances)
         return chances
+
+
+@numba.njit(cache=True)
+def _class_of(length: int) -> int:
+    return 3 if length >= 8 else 2 if length >= 4 else 1 if length >= 2 else 0
 
 
 @numba.njit(cache=True)
@@ -148,7 +161,7 @@ def _update(
     state: _State,
 ) -> None:
     """See `NgramDrafter.update`."""
-    tokens, matched, text_length, familiarity, outcomes = state
+    tokens, matched, text_length, familiarity, common, own = state
     for index, slot in enumerate(slots):
         text = texts[rows[index], : num_tokens[index]]
         if matched[slot] > 0:
@@ -157,10 +170,13 @@ def _update(
             for j in range(min(len(emitted), tokens.shape[1])):
                 length = min(matched[slot] + j, MAX_MATCH)
                 right = 1.0 if emitted[j] == tokens[slot, j] else 0.0
+                kind = _class_of(length)
+                own[0, slot, kind] += 1.0
+                own[1, slot, kind] += right
                 if updates_shared_prior[index]:
-                    kept = min(1.0, MEMORY / (outcomes[0, known, length] + 1.0))
-                    outcomes[0, known, length] = kept * (outcomes[0, known, length] + 1.0)
-                    outcomes[1, known, length] = kept * (outcomes[1, known, length] + right)
+                    kept = min(1.0, MEMORY / (common[0, known, length] + 1.0))
+                    common[0, known, length] = kept * (common[0, known, length] + 1.0)
+                    common[1, known, length] = kept * (common[1, known, length] + right)
                 if right == 0.0:
                     break
         searched = text[max(len(text) - MAX_SEARCHED, 0) :]
@@ -176,7 +192,7 @@ def _update(
 @numba.njit(cache=True)
 def _chances(slots: np.ndarray, state: _State, chances: np.ndarray) -> None:
     """See `NgramDrafter.chances`."""
-    _, matched, _, familiarity, outcomes = state
+    _, matched, _, familiarity, common, own = state
     for index, slot in enumerate(slots):
         chances[index, 0] = 1.0
         chances[index, 1:] = 0.0
@@ -185,4 +201,7 @@ def _chances(slots: np.ndarray, state: _State, chances: np.ndarray) -> None:
         known = int(familiarity[slot] >= MOST)
         for j in range(chances.shape[1] - 1):
             length = min(matched[slot] + j, MAX_MATCH)
-            chances[index, j + 1] = chances[index, j] * outcomes[1, known, length] / outcomes[0, known, length]
+            kind = _class_of(length)
+            rate = common[1, known, length] / common[0, known, length]
+            rate = (own[1, slot, kind] + COMMON_WEIGHT * rate) / (own[0, slot, kind] + COMMON_WEIGHT)
+            chances[index, j + 1] = chances[index, j] * rate
