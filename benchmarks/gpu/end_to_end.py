@@ -25,6 +25,7 @@ import time
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 #: Share of rounds in which draft token i was accepted: the embedded model and its head at batch 1, README.md's table.
 RATES = [0.83, 0.68, 0.53, 0.42, 0.34, 0.27, 0.25, 0.19]
@@ -106,15 +107,11 @@ def impose_acceptance_on_eesd() -> None:
     EESDSpeculativeConfig.build = classmethod(imposed)
 
 
-def serve(method: str, shape: str, root: Path, options: argparse.Namespace) -> None:
-    """Answer {"batch": B, "max_tokens": T} on stdin with {"seconds": S, "tokens": N} on stdout, until it closes."""
-    answers, sys.stdout = sys.stdout, sys.stderr
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    from vllm import LLM, SamplingParams
+def start_engine(shape: str, root: Path, speculative: dict | None, engine: dict) -> Any:
+    """Return an LLM in this process: random weights of that shape, and `engine` among its arguments."""
+    from vllm import LLM
 
-    if method == "eesd":
-        impose_acceptance_on_eesd()
-    llm = LLM(
+    return LLM(
         config_directory(shape, root),
         load_format="dummy",
         skip_tokenizer_init=True,
@@ -122,9 +119,20 @@ def serve(method: str, shape: str, root: Path, options: argparse.Namespace) -> N
         enable_prefix_caching=False,
         distributed_executor_backend="uni",
         seed=0,
-        speculative_config=speculative_config(method, shape, root),
-        **json.loads(options.engine),
+        speculative_config=speculative,
+        **engine,
     )
+
+
+def serve(method: str, shape: str, root: Path, options: argparse.Namespace) -> None:
+    """Answer {"batch": B, "max_tokens": T} on stdin with {"seconds": S, "tokens": N} on stdout, until it closes."""
+    answers, sys.stdout = sys.stdout, sys.stderr
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    from vllm import SamplingParams
+
+    if method == "eesd":
+        impose_acceptance_on_eesd()
+    llm = start_engine(shape, root, speculative_config(method, shape, root), json.loads(options.engine))
     print(json.dumps({"ready": True}), file=answers, flush=True)
     vocab_size = llm.llm_engine.model_config.get_vocab_size()
     generator = random.Random(0)

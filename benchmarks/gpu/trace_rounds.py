@@ -22,7 +22,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gpu.end_to_end import PROMPT_TOKENS, SHAPES, config_directory, impose_acceptance_on_eesd, speculative_config
+from gpu.end_to_end import PROMPT_TOKENS, SHAPES, impose_acceptance_on_eesd, speculative_config, start_engine
 
 from vllm_eesd.bench.hardware import provenance
 
@@ -123,23 +123,11 @@ def mark_drafting() -> None:
 
 
 def start(policy: str, options: argparse.Namespace, root: Path) -> Any:
-    """Return an engine in this process."""
-    from vllm import LLM
-
+    """Return an engine in this process that drafts by this policy."""
     config = speculative_config("eesd", options.shape, root) | {"policy": policy}
     if policy == "fixed":
         config["num_speculative_tokens"] = FIXED_LENGTH
-    return LLM(
-        config_directory(options.shape, root),
-        load_format="dummy",
-        skip_tokenizer_init=True,
-        max_model_len=1024,
-        enable_prefix_caching=False,
-        distributed_executor_backend="uni",
-        seed=0,
-        speculative_config=config,
-        **options.engine,
-    )
+    return start_engine(options.shape, root, config, options.engine)
 
 
 def trace(llm: Any, batch: int, num_rounds: int, path: Path) -> list[dict[str, Any]]:

@@ -152,7 +152,7 @@ def watched(llm, greedy, monkeypatch):
 
 @pytest.mark.parametrize("policy", ["beta_ts", "confidence", "goodput"])
 def test_nothing_waits_but_for_steps_long_over(watched, policy):
-    from vllm_eesd.host.v2.readback import READBACK_DELAY
+    from vllm_eesd.round.outcome import READBACK_DELAY
 
     watch = watched(policy)
     assert not watch.reads
@@ -162,7 +162,7 @@ def test_nothing_waits_but_for_steps_long_over(watched, policy):
 
 def test_a_planted_wait_for_the_round_under_way_is_noticed(watched, monkeypatch):
     from vllm_eesd.host.v2.lengths import Rounds
-    from vllm_eesd.host.v2.readback import READBACK_DELAY
+    from vllm_eesd.round.outcome import READBACK_DELAY
 
     end = Rounds.end
 

@@ -13,9 +13,9 @@ from vllm_eesd.host import round_setup
 from vllm_eesd.host.v2 import readback, trace
 from vllm_eesd.host.v2.batch import TargetStep
 from vllm_eesd.host.v2.lengths import SHARE_TIMES_EVERY, Rounds
-from vllm_eesd.host.v2.readback import READBACK_DELAY
 from vllm_eesd.policy.guard import Guard
 from vllm_eesd.round import outcome
+from vllm_eesd.round.outcome import READBACK_DELAY
 from vllm_eesd.traces.rounds import Judged
 
 K = 4

@@ -15,11 +15,9 @@ import numpy as np
 from vllm_eesd.config import MAX_SPECULATIVE_TOKENS
 from vllm_eesd.policy import DraftLengthPolicy, Outcome
 from vllm_eesd.round.draft import DraftRound
+from vllm_eesd.round.outcome import READBACK_DELAY
 from vllm_eesd.simulate.replay import Batch, PolicyDrafter
 from vllm_eesd.simulate.world import World
-
-#: As vllm_eesd/host/v2/readback.py has it.
-READBACK_DELAY = 2
 
 
 @dataclass(frozen=True)

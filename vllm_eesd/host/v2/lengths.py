@@ -14,12 +14,12 @@ from vllm_eesd.config import MAX_SPECULATIVE_TOKENS
 from vllm_eesd.host.round_setup import agree_on_times, build_policy_of, open_trace
 from vllm_eesd.host.speculative import EESDSpeculativeConfig
 from vllm_eesd.host.v2.batch import TargetStep
-from vllm_eesd.host.v2.readback import READBACK_DELAY, Drafted, HostCopy, PendingStep, RoundTimes
+from vllm_eesd.host.v2.readback import Drafted, HostCopy, PendingStep, RoundTimes
 from vllm_eesd.host.v2.trace import pending_verdict
 from vllm_eesd.policy import DraftLengthPolicy, Outcome
 from vllm_eesd.round.counters import DraftStats
 from vllm_eesd.round.draft import DraftRound
-from vllm_eesd.round.outcome import Learner, StepTimes
+from vllm_eesd.round.outcome import READBACK_DELAY, Learner, StepTimes
 from vllm_eesd.round.requests import NewRequest, RunningRequests
 from vllm_eesd.round.slots import PendingDrafts
 from vllm_eesd.traces.rounds import Drafts

@@ -10,10 +10,6 @@ import torch
 
 from vllm_eesd.round.draft import DraftRound
 
-#: Steps until a verdict is read. vLLM keeps two batches in flight under asynchronous scheduling: when the host drafts
-#: for step t, step t - 2 is the last one whose output it has certainly had.
-READBACK_DELAY = 2
-
 
 class HostCopy:
     """The values of a device's tensor, on their way to the host since this object was made."""

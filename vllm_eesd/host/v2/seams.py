@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import inspect
-import pkgutil
 import weakref
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from vllm_eesd.host.seams import Seam
+from vllm_eesd.host.seams import Function, Seam
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu.states import RequestState
 
 _RUNNER = "vllm.v1.worker.gpu.model_runner"
-#: Named, as V1's proposer is named in the config: it may be imported in a worker that runs V2 only.
-SPECULATOR = "vllm_eesd.host.v2.speculator:EarlyExitSpeculator"
-Function = Callable[..., Any]
 
 
 def _wrap_init_speculator(original: Function) -> Function:
@@ -25,7 +20,9 @@ def _wrap_init_speculator(original: Function) -> Function:
 
         if not isinstance(vllm_config.speculative_config, EESDSpeculativeConfig):
             return original(vllm_config, device, req_states)
-        speculator = pkgutil.resolve_name(SPECULATOR)(vllm_config, device, req_states)
+        from vllm_eesd.host.v2.speculator import EarlyExitSpeculator
+
+        speculator = EarlyExitSpeculator(vllm_config, device, req_states)
         # The factory of the verification manager is given the request states, and nothing else of the runner. Weak: the
         # runner drops its speculator at its shutdown, and may outlive that with its request states.
         req_states.eesd_speculator = weakref.ref(speculator)
