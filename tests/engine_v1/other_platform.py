@@ -27,6 +27,10 @@ class StubPlatform(Platform):
     def get_device_capability(cls, device_id=0):
         return None
 
+    @classmethod
+    def import_kernels(cls):
+        """Not `vllm._C`: in a CPU build that is for AVX-512, and a CPU without it ends the process there."""
+
 
 vllm.platforms._current_platform = StubPlatform()
 # What a CPU build of vLLM has no compiled code for, and its modules ask for while they are imported on CUDA.
