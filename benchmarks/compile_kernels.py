@@ -17,7 +17,7 @@ from typing import NamedTuple
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from vllm_eesd.kernels.gpu import choose_tokens, exit_head, kv_fill, rejection, rejection_statistics
+from vllm_eesd.kernels.gpu import choose_tokens, exit_head, kv_fill, ngram, rejection, rejection_statistics
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "kernels.md"
@@ -28,8 +28,9 @@ CUOBJDUMP = Path(triton.backends.__file__).parent / "nvidia" / "bin" / "cuobjdum
 # Element types of the arguments that do not depend on the model's.
 POINTERS = {
     "fp32": "temperature maxima sums top1_prob blocks refused local_score k_scale v_scale",
-    "i32": "cu_num_logits argmax arrived num_sampled local_token columns",
-    "i64": "d2t seeds positions token_ids idx_mapping draft_sampled sampled slot_mapping",
+    "i1": "taken",
+    "i32": "cu_num_logits argmax arrived num_sampled local_token columns best texts num_tokens found",
+    "i64": "d2t seeds positions token_ids idx_mapping draft_sampled sampled slot_mapping drafts draft_tokens",
 }
 TYPE_OF = {f"{name}_ptr": "*" + kind for kind, names in POINTERS.items() for name in names.split()}
 
@@ -119,8 +120,21 @@ def kv_fill_cases() -> list[Case]:
     return cases
 
 
+def ngram_cases() -> list[Case]:
+    """The search of long texts, and drafts put where others stood, their logits too."""
+    sizes = {"MAX_SEARCHED": ngram.MAX_SEARCHED}
+    scan = sizes | {"MAX_MATCH": ngram.MAX_MATCH, "BLOCK": ngram.SCAN_BLOCK}
+    finish, put = sizes | {"K_PADDED": 8, "BLOCKS_PADDED": 32}, {"BLOCK": ngram.VOCAB_BLOCK}
+    cases = [Case("ngram scan", ngram._scan_kernel, "fp32", scan)]
+    cases.append(Case("ngram finish", ngram._finish_kernel, "fp32", finish, 1))
+    cases.append(Case("ngram put tokens", ngram._put_kernel, "fp32", put | absent("draft_logits") | {"LOWEST": 0.0}))
+    for model, lowest in (("bf16", -3.38e38), ("fp32", -3.4e38)):
+        cases.append(Case(f"ngram put {model} logits", ngram._put_kernel, model, put | {"LOWEST": lowest}))
+    return cases
+
+
 def all_cases() -> list[Case]:
-    return exit_head_cases() + rejection_cases() + kv_fill_cases()
+    return exit_head_cases() + rejection_cases() + kv_fill_cases() + ngram_cases()
 
 
 def takes(case: Case, capability: int) -> bool:

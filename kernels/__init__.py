@@ -11,7 +11,10 @@ from collections.abc import Callable
 from importlib import import_module
 
 # Function -> file, on either shelf.
-FILE_OF = {"choose_tokens": "exit_head", "exit_head": "exit_head", "kv_fill": "kv_fill", "rejection": "rejection"}
+FILE_OF = {
+    "choose_tokens": "exit_head", "exit_head": "exit_head", "find_ngrams": "ngram", "kv_fill": "kv_fill",
+    "put_ngrams": "ngram", "rejection": "rejection",
+}  # fmt: skip
 
 
 def __getattr__(name: str) -> Callable:

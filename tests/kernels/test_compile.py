@@ -45,11 +45,11 @@ def test_a_spill_would_be_seen():
 
 
 def test_every_kernel_is_compiled():
-    from vllm_eesd.kernels.gpu import choose_tokens, exit_head, kv_fill, rejection, rejection_statistics
+    from vllm_eesd.kernels.gpu import choose_tokens, exit_head, kv_fill, ngram, rejection, rejection_statistics
 
     defined = {
         name
-        for module in (choose_tokens, exit_head, kv_fill, rejection, rejection_statistics)
+        for module in (choose_tokens, exit_head, kv_fill, ngram, rejection, rejection_statistics)
         for name, value in vars(module).items()
         if name.endswith("_kernel") and hasattr(value, "arg_names")
     }

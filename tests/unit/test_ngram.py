@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_eesd.round.ngram import MAX_MATCH, NgramDrafter
+from vllm_eesd.round.ngram import MAX_MATCH, NgramDrafter, NgramRates
 
 LONGEST = 6
 tokens = st.lists(st.integers(0, 2), min_size=1, max_size=40)
@@ -129,3 +129,27 @@ def test_texts_that_repeat_nothing_are_told_from_texts_that_do():
     continuations.reset(np.array([1]))
     update(continuations, [*repeating[:90], 7, 1], slot=1)
     assert chances(continuations, slot=1)[1] > 0.3  # nor has it taught the others
+
+
+def rates_after(outcomes, rounds=200):
+    """Chances of the first tokens where matched lengths are known late; outcomes: {matched: (judged, right)}."""
+    rates = NgramRates(2, LONGEST, delayed=True)
+    slot, shared = np.array([0]), np.ones(1, dtype=bool)
+    for _ in range(rounds):
+        for matched, (judged, right) in outcomes.items():
+            rates.learn(slot, np.array([matched]), np.array([judged]), np.array([right]), shared)
+    shown = {}
+    for matched in outcomes:
+        rates.see(slot, np.array([matched]))
+        shown[matched] = rates.chances(slot)[0]
+    return shown
+
+
+def test_a_match_known_late_may_have_begun_or_ended_since():
+    """First tokens have rates of their own, also where nothing matched; the tokens after them those of their match."""
+    shown = rates_after({0: (6, 0), 1: (6, 0)})
+    assert shown[0][1] < 0.05 and shown[1][1] < 0.05
+    shown = rates_after({0: (6, 6)})
+    assert shown[0][1] > 0.9 and shown[0][6] > 0.5
+    shown = rates_after({1: (6, 0), 8: (6, 6)})
+    assert shown[1][1] < 0.05 and shown[8][1] > 0.9

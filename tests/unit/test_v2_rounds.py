@@ -69,7 +69,11 @@ def target_step(slots, num_sampled, scheduled=None, prefilling=False, computed=1
 
 
 def begin(rounds, slots, num_sampled, **kwargs):
-    return rounds.begin(target_step(slots, num_sampled, **kwargs), asynchronous=True)
+    return begin_step(rounds, target_step(slots, num_sampled, **kwargs))
+
+
+def begin_step(rounds, step, asynchronous=True, tokens=None, longest=None):
+    return rounds.begin(step, asynchronous, step.num_sampled[:, None], tokens, longest)
 
 
 def draft(rounds, confidences):
@@ -153,10 +157,10 @@ def test_vllm_may_ask_for_shorter_drafts_and_for_none(monkeypatch):
     """With none the round before is learned from all the same."""
     rounds = make_rounds(monkeypatch, policy="fixed")
     rounds.admit([0, 1], [new_request(), new_request(eesd_max_draft_tokens=1)])
-    rounds.begin(target_step([0, 1], [1, 1]), True, None, 2)
+    begin_step(rounds, target_step([0, 1], [1, 1]), longest=2)
     assert rounds._round.lengths.tolist() == [2, 1]
     for _ in range(READBACK_DELAY + 1):
-        rounds.begin(target_step([0, 1], [1, 1], scheduled=[K, K]), True, None, 0)
+        begin_step(rounds, target_step([0, 1], [1, 1], scheduled=[K, K]), longest=0)
         assert rounds._round.lengths.tolist() == rounds.num_drafted[:2].tolist() == [0, 0]
         assert rounds.num_steps == 0
     assert rounds.stats.draft_length_histogram == [2, 1, 1, 0, 0]  # a plain round, and the drafts of two and one
@@ -168,7 +172,7 @@ def test_drafts_a_grammar_cut_are_unobserved(monkeypatch, asynchronous, failures
     rounds.admit([0], [new_request(structured_outputs=object())])
     before = rounds.policy.posterior.parameters(np.array([0]))[1]
     for _ in range(READBACK_DELAY + 2):
-        rounds.begin(target_step([0], [1], scheduled=[K]), asynchronous)
+        begin_step(rounds, target_step([0], [1], scheduled=[K]), asynchronous)
         last = rounds.policy.posterior.parameters(np.array([0]))[1]
     assert (last - before).tolist() == [failures]
 
@@ -341,7 +345,7 @@ def test_a_traced_round_is_what_the_target_judged(monkeypatch):
         step.last_sampled = torch.tensor([[19], [29], [39]])
         step._batch.is_prefilling_np, step._batch.req_ids = np.array(prefilling), ["a", "b", "c"]
         step._batch.idx_mapping = torch.arange(3)
-        rounds.begin(step, True, trace.tokens_of_step(step, drafts)).mark()
+        begin_step(rounds, step, tokens=trace.tokens_of_step(step, drafts)).mark()
 
     run([False] * 3, [K] * 3)  # nothing is known of the time before it
     assert not noted
@@ -364,7 +368,8 @@ def test_a_traced_round_shows_the_confidences_of_its_own_drafts(monkeypatch):
         step = target_step(slots, [1] * len(slots), [K] * len(slots))
         step.last_sampled = torch.full((3, 1), 19)
         step._batch.req_ids, step._batch.idx_mapping = [str(slot) for slot in slots], torch.tensor(slots)
-        rounds.begin(step, True, trace.tokens_of_step(step, torch.ones(len(slots), K, dtype=torch.int64))).mark()
+        drafts = torch.ones(len(slots), K, dtype=torch.int64)
+        begin_step(rounds, step, tokens=trace.tokens_of_step(step, drafts)).mark()
 
     run([0, 2])
     draft(rounds, np.array([[0.25, 0, 0, 0], [0.75, 0, 0, 0]], dtype=np.float32))
@@ -372,3 +377,46 @@ def test_a_traced_round_shows_the_confidences_of_its_own_drafts(monkeypatch):
     assert noted[-1][-1]().confidences[:, 0].tolist() == [0.75, 0.25]
     run([2])  # nothing was drafted for it
     assert noted[-1][-1]().confidences is None
+
+
+def begin_with_ngrams(rounds, slots, counts, **kwargs):
+    step = target_step(slots, [row[0] for row in counts], **kwargs)
+    return rounds.begin(step, True, torch.tensor(counts, dtype=torch.int32))
+
+
+def test_ngram_drafts_are_taken_by_how_far_the_text_matched_when_last_known(monkeypatch):
+    """Slot 1 goes on as it did before, slot 0 does not: one copies and the other drafts, or nobody does."""
+    rounds = make_rounds(monkeypatch, policy="goodput")
+    verify_curve = lambda self, num_reqs, most: 1 + 0.05 * np.arange(most + 1)  # noqa: E731
+    monkeypatch.setattr(type(rounds.policy.costs), "verify_curve", verify_curve)
+    rounds.admit([0, 1], [new_request(max_tokens=80), new_request(max_tokens=80)])
+    taken = []
+    for _ in range(3 * READBACK_DELAY + 4):
+        begin_with_ngrams(rounds, [0, 1], [[1, 0, 0], [1, 1, 16]], scheduled=[K, K])
+        rounds.end(torch.full((2, K), 0.5))
+        taken.append(rounds.from_ngrams.tolist())
+    assert taken[:READBACK_DELAY] == [[False, False]] * READBACK_DELAY
+    assert taken[-1] == [False, True] and rounds.num_drafted[1] > 0
+    assert rounds.num_steps == rounds._round.lengths[0]
+    assert rounds.stats.as_dict()["copied"] > 0
+
+
+def test_ngram_drafts_teach_nothing_about_the_exit_head(monkeypatch):
+    rounds = make_rounds(monkeypatch, policy="goodput")
+    monkeypatch.setattr(rounds.policy, "take_ngrams", lambda slots, chances, limits: limits)
+    rounds.admit([0], [new_request(max_tokens=80)])
+    before = rounds.policy.posterior.parameters(np.array([0])).tolist()
+    for _ in range(READBACK_DELAY + 4):
+        begin_with_ngrams(rounds, [0], [[3, 2, 4]], scheduled=[K])
+        assert rounds.num_steps == 0 and rounds.num_drafted[0] == K
+    assert rounds.policy.posterior.parameters(np.array([0])).tolist() == before
+    judged = 4 + READBACK_DELAY - READBACK_DELAY - 1  # of the steps that are read, all but the first
+    stats = rounds.stats.as_dict()
+    assert (stats["copied"], stats["copied_accepted"]) == (K * judged, 2 * judged)
+
+
+def test_a_request_under_a_grammar_may_copy_where_drafts_are_drawn(monkeypatch):
+    rounds = make_rounds(monkeypatch, policy="goodput", draft_sample_method="probabilistic")
+    rounds.admit([0, 1], [new_request(structured_outputs=object()), new_request()])
+    limits, ngram_limits = rounds._limits(target_step([0, 1], [1, 1]), np.array([0, 1]), None)
+    assert limits.tolist() == [0, K] and ngram_limits.tolist() == [K, K]

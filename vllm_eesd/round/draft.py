@@ -8,7 +8,7 @@ import numpy as np
 
 from vllm_eesd.config import MAX_SPECULATIVE_TOKENS
 from vllm_eesd.policy import DraftLengthPolicy
-from vllm_eesd.round.ngram import NgramDrafter
+from vllm_eesd.round.ngram import NgramDrafter, NgramRates
 
 
 class DraftRound:
@@ -21,7 +21,7 @@ class DraftRound:
         policy: decides for each row after each token, of which the draft already consists.
         slots: [num_rows] int64, the policy's slot of each row.
         limits: [num_rows] int64, the longest draft each row may have; 0 drafts nothing.
-        ngrams: the second drafter: the policy takes its draft for a row where that is worth more.
+        ngrams: what the second drafter's drafts are worth: the policy takes one for a row where that is more.
         ngram_limits: [num_rows] int64, the longest n-gram draft each row may have, at least `limits`: a row for which
             the exit head cannot draft may still have one. `limits` when None.
     Attributes:
@@ -37,7 +37,7 @@ class DraftRound:
         policy: DraftLengthPolicy,
         slots: np.ndarray,
         limits: np.ndarray,
-        ngrams: NgramDrafter | None = None,
+        ngrams: NgramRates | None = None,
         ngram_limits: np.ndarray | None = None,
     ) -> None:
         self.policy, self.slots, self.limits, self.ngrams = policy, slots, limits, ngrams
@@ -88,9 +88,15 @@ class DraftRound:
         self.num_decided += 1
         self.lengths[self.rows] = self.num_decided
 
+    @property
+    def num_steps(self) -> int:
+        """The draft steps decided on so far: as many as the longest draft of the exit head has tokens."""
+        return int(self.lengths[~self.from_ngrams].max(initial=0))
+
     def ngram_drafts(self) -> list[list[int]]:
         """Return each row's n-gram draft, num_rows lists of token ids; empty where the exit head drafts."""
         drafts: list[list[int]] = [[] for _ in self.slots]
+        assert isinstance(self.ngrams, NgramDrafter | None)
         for row in np.flatnonzero(self.from_ngrams).tolist():
             drafts[row] = self.ngrams.tokens[self.slots[row], : self.lengths[row]].tolist()
         return drafts

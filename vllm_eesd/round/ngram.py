@@ -9,8 +9,6 @@ draft is, is also what suffix decoding uses (arXiv 2411.04975, section 4); the e
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numba
 import numpy as np
 
@@ -27,35 +25,87 @@ FAMILIARITY_MEMORY, MOST = 16.0, 0.5
 NUM_CLASSES, COMMON_WEIGHT = 4, 16.0
 
 
-class _State(NamedTuple):
-    """What is known of each slot's text and of n-gram drafts in general.
+class NgramRates:
+    """The chance that the target emits what an n-gram draft says, by matched length.
 
+    Token j + 1 of a draft after m matched tokens extends a match of m + j: one rate for each matched length, learned
+    over all requests whose texts are as familiar and corrected by each request's own outcomes, gives them all.
+    Where the matched length is known some steps late, the draft's first token has rates of its own: the match may have
+    ended or begun since.
+
+    Args:
+        max_num_reqs: request slots.
+        longest: tokens of a draft.
+        delayed: whether `matched` is of a text that has gone on since.
     Attributes:
-        tokens: [max_num_reqs, longest] int64, each slot's n-gram draft.
-        matched: [max_num_reqs] int64, tokens matched, 0 for no draft.
-        text_length: [max_num_reqs] int64, of the text that the draft continues.
-        familiarity: [max_num_reqs] float64, share of the latest tokens that stood in the text before; negative:
-            unknown.
-        common: [2, 2, MAX_MATCH + 1] float64, tokens judged and right, by whether the text is familiar and matched
-            length.
-        own: [2, max_num_reqs, NUM_CLASSES] float64, tokens judged and right, by slot and class of matched lengths.
+        matched: [max_num_reqs] int64, tokens of each slot's text matched when last seen; 0 for none.
     """
 
-    tokens: np.ndarray
-    matched: np.ndarray
-    text_length: np.ndarray
-    familiarity: np.ndarray
-    common: np.ndarray
-    own: np.ndarray
+    def __init__(self, max_num_reqs: int, longest: int, delayed: bool = False) -> None:
+        self.longest = longest
+        self.matched = np.zeros(max_num_reqs, dtype=np.int64)
+        #: [max_num_reqs] float64, share of the latest tokens that stood in the text before; negative: unknown.
+        self._familiarity = np.full(max_num_reqs, -1.0)
+        lengths = np.arange(MAX_MATCH + 1)
+        # Before anything is seen, m matched tokens are one outcome of m successes to two failures.
+        given = np.stack([np.ones(MAX_MATCH + 1), lengths / (lengths + 2.0)])
+        #: [familiar or not, first token or any, tokens judged and right, matched length] float64.
+        self._common = np.tile(given, (2, 1 + delayed, 1, 1))
+        #: [max_num_reqs, first token or any, tokens judged and right, class of matched lengths] float64.
+        self._own = np.zeros((max_num_reqs, 1 + delayed, 2, NUM_CLASSES))
+        no_rows = np.zeros(0, dtype=np.int64)  # compiles: no request waits for that
+        self.learn(no_rows, no_rows, no_rows, no_rows, no_rows.astype(bool))
+        self.chances(no_rows)
+
+    def reset(self, slots: np.ndarray) -> None:
+        """Forget the requests that had these slots."""
+        self.matched[slots] = 0
+        self._familiarity[slots] = -1.0
+        self._own[slots] = 0.0
+
+    def see(self, slots: np.ndarray, matched: np.ndarray) -> None:
+        """Take in how much of their texts' ends the slots' requests match now, [num_rows] int64."""
+        self.matched[slots] = matched
+        before, stood = self._familiarity[slots], (matched > 0).astype(float)
+        before = np.where(before < 0.0, stood, before)
+        self._familiarity[slots] = before + (stood - before) / FAMILIARITY_MEMORY
+
+    def learn(
+        self,
+        slots: np.ndarray,
+        matched: np.ndarray,
+        num_judged: np.ndarray,
+        num_right: np.ndarray,
+        updates_shared_prior: np.ndarray,
+    ) -> None:
+        """Learn from what the target emitted where the drafts stood, whether they were submitted or not.
+
+        Args:
+            slots: [num_rows] int64, distinct.
+            matched: [num_rows] int64, `self.matched` when the draft was found.
+            num_judged: [num_rows] int64, tokens of it that can be compared with emitted ones.
+            num_right: [num_rows] int64, the leading ones that were emitted.
+            updates_shared_prior: [num_rows] bool, whose outcomes may teach what other requests use.
+        """
+        familiar = (self._familiarity[slots] >= MOST).astype(np.int64)
+        _learn_rows(slots, matched, num_judged, num_right, updates_shared_prior, (familiar, self._common, self._own))
+
+    def chances(self, slots: np.ndarray) -> np.ndarray:
+        """Return the chance that all of the first j tokens are accepted, [num_rows, longest + 1] float64; 1 at j = 0.
+
+        Where nothing matched it is 0 from j = 1 on, unless the matched length is known late.
+        """
+        chances = np.empty((len(slots), self.longest + 1))
+        familiar = (self._familiarity[slots] >= MOST).astype(np.int64)
+        _chances(slots, self.matched, familiar, self._common, self._own, chances)
+        return chances
 
 
-class NgramDrafter:
-    """The n-gram draft of each running request, and the chance that the target emits the same.
+class NgramDrafter(NgramRates):
+    """The n-gram draft of each running request, found on the host.
 
     The draft is the tokens after the longest earlier occurrence of the text's end (of several, the latest); where the
-    text ends it goes on with the draft itself. Token j + 1 of a draft after m matched tokens extends a match of m + j:
-    one rate for each matched length, learned over all requests whose texts are as familiar and corrected by each
-    request's own outcomes, gives them all.
+    text ends it goes on with the draft itself.
 
     Args:
         max_num_reqs: request slots.
@@ -65,27 +115,12 @@ class NgramDrafter:
     """
 
     def __init__(self, max_num_reqs: int, longest: int) -> None:
+        super().__init__(max_num_reqs, longest)
         self.tokens = np.zeros((max_num_reqs, longest), dtype=np.int64)
-        lengths = np.arange(MAX_MATCH + 1)
-        # Before anything is seen, m matched tokens are one outcome of m successes to two failures.
-        given = np.stack([np.ones(MAX_MATCH + 1), lengths / (lengths + 2.0)])
-        self._state = _State(
-            tokens=self.tokens,
-            matched=np.zeros(max_num_reqs, dtype=np.int64),
-            text_length=np.zeros(max_num_reqs, dtype=np.int64),
-            familiarity=np.full(max_num_reqs, -1.0),
-            common=np.stack([given, given], axis=1),
-            own=np.zeros((2, max_num_reqs, NUM_CLASSES)),
-        )
-        no_rows = np.zeros(0, dtype=np.int64)  # compiles: no request waits for that
+        #: [max_num_reqs] int64, of the text that each draft continues.
+        self._text_length = np.zeros(max_num_reqs, dtype=np.int64)
+        no_rows = np.zeros(0, dtype=np.int64)
         self.update(no_rows, np.zeros((0, 1), dtype=np.int32), no_rows, no_rows, no_rows.astype(bool))
-        self.chances(no_rows)
-
-    def reset(self, slots: np.ndarray) -> None:
-        """Forget the requests that had these slots."""
-        self._state.matched[slots] = 0
-        self._state.familiarity[slots] = -1.0
-        self._state.own[:, slots] = 0.0
 
     def update(
         self,
@@ -104,21 +139,112 @@ class NgramDrafter:
             num_tokens: [num_rows] int64, the length of its text, prompt and output, 1 or more.
             updates_shared_prior: [num_rows] bool, whose outcomes may teach what other requests use.
         """
-        _update(slots, texts, rows, num_tokens, updates_shared_prior, self._state)
-
-    def chances(self, slots: np.ndarray) -> np.ndarray:
-        """Return the chance that all of the first j tokens are accepted, [num_rows, longest + 1] float64; 1 at j = 0.
-
-        It is 0 from j = 1 on where there is no draft.
-        """
-        chances = np.empty((len(slots), self.tokens.shape[1] + 1))
-        _chances(slots, self._state, chances)
-        return chances
+        drafts = self.tokens, self.matched, self._text_length
+        judged = _judge_rows(slots, texts, rows, num_tokens, drafts)
+        self.learn(slots, self.matched[slots], *judged, updates_shared_prior)
+        _find_rows(slots, texts, rows, num_tokens, drafts, self._familiarity)
 
 
 @numba.njit(cache=True)
 def _class_of(length: int) -> int:
     return 3 if length >= 8 else 2 if length >= 4 else 1 if length >= 2 else 0
+
+
+@numba.njit(cache=True)
+def _learn_rows(
+    slots: np.ndarray,
+    matched: np.ndarray,
+    num_judged: np.ndarray,
+    num_right: np.ndarray,
+    updates_shared_prior: np.ndarray,
+    rates: tuple[np.ndarray, np.ndarray, np.ndarray],
+) -> None:
+    """See `NgramRates.learn`."""
+    familiar, common, own = rates
+    for row, slot in enumerate(slots):
+        for j in range(min(num_right[row] + 1, num_judged[row])):
+            length = min(matched[row] + j, MAX_MATCH)
+            right = 1.0 if j < num_right[row] else 0.0
+            rate = 0 if j == 0 else common.shape[1] - 1
+            own[slot, rate, 0, _class_of(length)] += 1.0
+            own[slot, rate, 1, _class_of(length)] += right
+            if updates_shared_prior[row]:
+                judged = common[familiar[row], rate]
+                kept = min(1.0, MEMORY / (judged[0, length] + 1.0))
+                judged[0, length] = kept * (judged[0, length] + 1.0)
+                judged[1, length] = kept * (judged[1, length] + right)
+
+
+@numba.njit(cache=True)
+def _chances(
+    slots: np.ndarray,
+    matched: np.ndarray,
+    familiar: np.ndarray,
+    common: np.ndarray,
+    own: np.ndarray,
+    chances: np.ndarray,
+) -> None:
+    """See `NgramRates.chances`."""
+    for row, slot in enumerate(slots):
+        chances[row, 0] = 1.0
+        chances[row, 1:] = 0.0
+        if matched[slot] == 0 and common.shape[1] == 1:
+            continue
+        for j in range(chances.shape[1] - 1):
+            length = min(matched[slot] + j, MAX_MATCH)
+            rate = 0 if j == 0 else common.shape[1] - 1
+            judged, own_judged = common[familiar[row], rate], own[slot, rate]
+            kind = _class_of(length)
+            of_all = judged[1, length] / judged[0, length]
+            chance = (own_judged[1, kind] + COMMON_WEIGHT * of_all) / (own_judged[0, kind] + COMMON_WEIGHT)
+            chances[row, j + 1] = chances[row, j] * chance
+
+
+@numba.njit(cache=True)
+def _judge_rows(
+    slots: np.ndarray,
+    texts: np.ndarray,
+    rows: np.ndarray,
+    num_tokens: np.ndarray,
+    drafts: tuple[np.ndarray, np.ndarray, np.ndarray],
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return how many tokens of each draft can be judged by its text, and how many of them, from the first, are right.
+
+    Args:
+        drafts: of all slots: tokens, matched lengths, length of the text that each continues.
+    """
+    tokens, matched, text_length = drafts
+    num_judged, num_right = np.zeros_like(slots), np.zeros_like(slots)
+    for row, slot in enumerate(slots):
+        if matched[slot] > 0:
+            emitted = texts[rows[row], text_length[slot] : num_tokens[row]]
+            num_judged[row] = min(len(emitted), tokens.shape[1])
+            while num_right[row] < num_judged[row] and emitted[num_right[row]] == tokens[slot, num_right[row]]:
+                num_right[row] += 1
+    return num_judged, num_right
+
+
+@numba.njit(cache=True)
+def _find_rows(
+    slots: np.ndarray,
+    texts: np.ndarray,
+    rows: np.ndarray,
+    num_tokens: np.ndarray,
+    drafts: tuple[np.ndarray, np.ndarray, np.ndarray],
+    familiarity: np.ndarray,
+) -> None:
+    """Find the next drafts; see `_judge_rows`."""
+    tokens, matched, text_length = drafts
+    for row, slot in enumerate(slots):
+        text = texts[rows[row], : num_tokens[row]]
+        searched = text[max(len(text) - MAX_SEARCHED, 0) :]
+        num_new = len(text) - text_length[slot] if familiarity[slot] >= 0.0 else int(2 * FAMILIARITY_MEMORY)
+        text_length[slot] = len(text)
+        matched[slot], follower = _longest_match(searched)
+        familiarity[slot] = _familiarity(searched, num_new, matched[slot] > 0, familiarity[slot])
+        period = len(searched) - follower
+        for j in range(tokens.shape[1]):
+            tokens[slot, j] = searched[follower + j] if j < period else tokens[slot, j - period]
 
 
 @numba.njit(cache=True)
@@ -149,59 +275,3 @@ def _longest_match(text: np.ndarray) -> tuple[int, int]:
             if longest == MAX_MATCH:
                 break
     return longest, follower
-
-
-@numba.njit(cache=True)
-def _update(
-    slots: np.ndarray,
-    texts: np.ndarray,
-    rows: np.ndarray,
-    num_tokens: np.ndarray,
-    updates_shared_prior: np.ndarray,
-    state: _State,
-) -> None:
-    """See `NgramDrafter.update`."""
-    tokens, matched, text_length, familiarity, common, own = state
-    for index, slot in enumerate(slots):
-        text = texts[rows[index], : num_tokens[index]]
-        if matched[slot] > 0:
-            emitted = text[text_length[slot] :]
-            known = int(familiarity[slot] >= MOST)
-            for j in range(min(len(emitted), tokens.shape[1])):
-                length = min(matched[slot] + j, MAX_MATCH)
-                right = 1.0 if emitted[j] == tokens[slot, j] else 0.0
-                kind = _class_of(length)
-                own[0, slot, kind] += 1.0
-                own[1, slot, kind] += right
-                if updates_shared_prior[index]:
-                    kept = min(1.0, MEMORY / (common[0, known, length] + 1.0))
-                    common[0, known, length] = kept * (common[0, known, length] + 1.0)
-                    common[1, known, length] = kept * (common[1, known, length] + right)
-                if right == 0.0:
-                    break
-        searched = text[max(len(text) - MAX_SEARCHED, 0) :]
-        num_new = len(text) - text_length[slot] if familiarity[slot] >= 0.0 else int(2 * FAMILIARITY_MEMORY)
-        text_length[slot] = len(text)
-        matched[slot], follower = _longest_match(searched)
-        familiarity[slot] = _familiarity(searched, num_new, matched[slot] > 0, familiarity[slot])
-        period = len(searched) - follower
-        for j in range(tokens.shape[1]):
-            tokens[slot, j] = searched[follower + j] if j < period else tokens[slot, j - period]
-
-
-@numba.njit(cache=True)
-def _chances(slots: np.ndarray, state: _State, chances: np.ndarray) -> None:
-    """See `NgramDrafter.chances`."""
-    _, matched, _, familiarity, common, own = state
-    for index, slot in enumerate(slots):
-        chances[index, 0] = 1.0
-        chances[index, 1:] = 0.0
-        if matched[slot] == 0:
-            continue
-        known = int(familiarity[slot] >= MOST)
-        for j in range(chances.shape[1] - 1):
-            length = min(matched[slot] + j, MAX_MATCH)
-            kind = _class_of(length)
-            rate = common[1, known, length] / common[0, known, length]
-            rate = (own[1, slot, kind] + COMMON_WEIGHT * rate) / (own[0, slot, kind] + COMMON_WEIGHT)
-            chances[index, j + 1] = chances[index, j] * rate

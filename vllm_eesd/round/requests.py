@@ -9,7 +9,7 @@ import numpy as np
 
 from vllm_eesd.policy import DraftLengthPolicy
 from vllm_eesd.request_options import RequestOptions
-from vllm_eesd.round.ngram import NgramDrafter
+from vllm_eesd.round.ngram import NgramRates
 
 
 class NewRequest(NamedTuple):
@@ -37,7 +37,7 @@ class RunningRequests:
         max_num_reqs: int,
         num_speculative_tokens: int,
         policy: DraftLengthPolicy,
-        ngrams: NgramDrafter | None = None,
+        ngrams: NgramRates | None = None,
     ) -> None:
         self.max_num_reqs, self.num_speculative_tokens = max_num_reqs, num_speculative_tokens
         self._policy, self._ngrams = policy, ngrams

@@ -147,7 +147,7 @@ class DeviceDrafter(PolicyDrafter):
         """Run a round's draft steps; return the tokens each row submits and the number of steps."""
         round_ = DraftRound(self.policy, batch.slots, batch.limits)
         round_.decide_ahead(self._known[batch.slots])
-        num_steps = int(round_.lengths.max(initial=0))
+        num_steps = round_.num_steps
         if num_steps:
             self._prepare(world, len(batch.slots))
         for step in range(1, num_steps + 1):

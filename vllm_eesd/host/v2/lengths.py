@@ -19,6 +19,7 @@ from vllm_eesd.host.v2.trace import pending_verdict
 from vllm_eesd.policy import DraftLengthPolicy, Outcome
 from vllm_eesd.round.counters import DraftStats
 from vllm_eesd.round.draft import DraftRound
+from vllm_eesd.round.ngram import NgramRates
 from vllm_eesd.round.outcome import READBACK_DELAY, Learner, StepTimes
 from vllm_eesd.round.requests import NewRequest, RunningRequests
 from vllm_eesd.round.slots import PendingDrafts
@@ -75,7 +76,10 @@ class Rounds:
         """Choose draft lengths by this policy from now on; requests that run start from its prior."""
         self.policy = policy
         policy.costs.all_rows_draft = True
-        self.requests = RunningRequests(self._max_num_reqs, self._config.num_speculative_tokens, policy)
+        size = self._max_num_reqs, self._config.num_speculative_tokens
+        #: Of the device's n-gram drafts; None where the policy takes none.
+        self.ngrams = NgramRates(*size, delayed=True) if policy.uses_ngrams else None
+        self.requests = RunningRequests(*size, policy, self.ngrams)
         self._learner = Learner(policy, self.stats, self._agree_on_times)
         self.start_afresh()
 
@@ -108,16 +112,24 @@ class Rounds:
         self._under_way: deque[PendingStep] = deque()
         #: [max_num_reqs, MAX_SPECULATIVE_TOKENS], of the last drafts that are known; NaN if unknown.
         self._confidences = np.full((self._max_num_reqs, MAX_SPECULATIVE_TOKENS), np.nan, dtype=np.float32)
+        #: [max_num_reqs] int64, `NgramRates.matched` when the device found the n-gram drafts it has.
+        self._matched = np.zeros(self._max_num_reqs, dtype=np.int64)
         self._drafted: Drafted | None = None
         self._times: RoundTimes | None = None
 
     def begin(
-        self, step: TargetStep, asynchronous: bool, tokens: torch.Tensor | None = None, longest: int | None = None
+        self,
+        step: TargetStep,
+        asynchronous: bool,
+        counts: torch.Tensor,
+        tokens: torch.Tensor | None = None,
+        longest: int | None = None,
     ) -> RoundTimes:
-        """Learn from the step that is now old enough, and ask which rows draft a first token.
+        """Learn from the step that is now old enough, and decide the next round.
 
         Args:
             asynchronous: whether vLLM schedules a step before the one before has ended.
+            counts: of `PendingStep`, on the device.
             tokens: of `trace.tokens_of_step`, where rounds are traced.
             longest: the longest draft of this round, for all requests; None is K.
         Returns:
@@ -125,7 +137,7 @@ class Rounds:
         """
         if self._not_admitted:
             self._admit()
-        pending = self._pending_step(step)
+        pending = self._pending_step(step, counts)
         if tokens is not None and self.learns and pending.before is not None and pending.decoded.any():
             self._trace(pending, step.req_ids, tokens, asynchronous)
         self._began_s = time.perf_counter()
@@ -134,11 +146,11 @@ class Rounds:
         self._under_way.append(pending)
         if len(self._under_way) > READBACK_DELAY:
             self._observe(self._under_way.popleft(), asynchronous)
-        self._choose(pending.slots, self._limits(step, pending.slots, longest))
+        self._choose(pending.slots, *self._limits(step, pending.slots, longest))
         self._learner.report()
         return pending.after
 
-    def _pending_step(self, step: TargetStep) -> PendingStep:
+    def _pending_step(self, step: TargetStep, counts: torch.Tensor) -> PendingStep:
         """Return the step just run, as far as the host knows it, and start the clock of the round after it."""
         slots = step.slots()
         before, self._times = self._times, RoundTimes(self._device, len(slots))
@@ -149,34 +161,43 @@ class Rounds:
             self._generation[slots],
             step.decoded(),
             np.minimum(self.num_drafted[slots], step.num_scheduled_drafts()),
+            self._pending.from_ngrams[slots],
+            self._matched[slots],
             step.num_tokens,
-            HostCopy(step.num_sampled),
+            HostCopy(counts),
             before,
             self._times,
             drafted,
         )
 
-    def _limits(self, step: TargetStep, slots: np.ndarray, longest: int | None) -> np.ndarray:
-        """Return the longest draft each row may have, [num_reqs] int64; see `begin`."""
+    def _limits(self, step: TargetStep, slots: np.ndarray, longest: int | None) -> tuple[np.ndarray, np.ndarray]:
+        """Return the longest draft and the longest n-gram draft each row may have, [num_reqs] int64; see `begin`."""
         limits = self.requests.longest_drafts(slots, self._num_tokens[slots])
         limits[~step.reaches_end_of_prompt()] = 0
         if longest is not None:
             limits = np.minimum(limits, longest)
         if self._samples_drafts:
             # A grammar cuts a draft because of what it is; vLLM then samples anew, which is right for one-hot drafts.
-            limits[self._has_grammar[slots]] = 0
-        return limits
+            return np.where(self._has_grammar[slots], 0, limits), limits
+        return limits, limits
 
-    def _choose(self, slots: np.ndarray, limits: np.ndarray) -> None:
+    def _choose(self, slots: np.ndarray, limits: np.ndarray, ngram_limits: np.ndarray) -> None:
         """Decide the round before its first draft step: the host waits for no value of a round under way."""
-        self._round = DraftRound(self.policy, slots, limits)
+        self._round = DraftRound(self.policy, slots, limits, self.ngrams, ngram_limits)
         self._round.decide_ahead(self._confidences[slots])
         self._pending.keep(self._round)
+        if self.ngrams is not None:
+            self._matched[slots] = self.ngrams.matched[slots]
 
     @property
     def num_steps(self) -> int:
         """The draft steps of this round."""
-        return int(self._round.lengths.max(initial=0))
+        return self._round.num_steps
+
+    @property
+    def from_ngrams(self) -> np.ndarray:
+        """[num_reqs] bool, which rows of this round take their n-gram drafts."""
+        return self._round.from_ngrams
 
     def end(self, confidences: torch.Tensor) -> None:
         """The round's draft steps are on their way: have their confidences copied, to be read with the verdict.
@@ -192,7 +213,8 @@ class Rounds:
 
     def _observe(self, step: PendingStep, asynchronous: bool) -> None:
         """Learn from a step that is over."""
-        num_sampled = step.num_sampled.numpy().astype(np.int64)
+        counts = step.counts.numpy().astype(np.int64)
+        num_sampled = counts[:, 0]
         here = self._generation[step.slots] == step.generations  # their slots have not changed hands since
         self._num_tokens[step.slots[here]] += (num_sampled - step.decoded)[here]
         if not self.learns:
@@ -208,24 +230,40 @@ class Rounds:
         rows = np.flatnonzero(decoded & here)
         if len(rows):
             slots, accepted = step.slots[rows], np.minimum(num_sampled - 1, verified)[rows]
-            no_ngrams = np.zeros(len(rows), dtype=bool)
-            shared = self.requests.updates_shared_prior[slots]
-            confidences = self._confidences[slots]
-            num_steps = 0 if step.drafted is None else int(step.drafted.round.lengths.max())
-            outcome = Outcome(slots, verified[rows], accepted, confidences, no_ngrams, shared, num_steps)
-            self._learner.learn(outcome)
+            shared, from_ngrams = self.requests.updates_shared_prior[slots], step.from_ngrams[rows]
+            self.stats.count_ngrams(int(verified[rows][from_ngrams].sum()), int(accepted[from_ngrams].sum()))
+            num_steps = 0 if step.drafted is None else step.drafted.round.num_steps
+            made = self._confidences[slots], from_ngrams
+            self._learner.learn(Outcome(slots, verified[rows], accepted, *made, shared, num_steps))
+        if self.ngrams is not None and counts.shape[1] == 3:
+            self._learn_ngrams(step, counts, rows, np.flatnonzero(here & (num_sampled > 0)))
         self._learn_costs(step, int(num_sampled.sum()), all_decoded=bool(decoded.all()))
+
+    def _learn_ngrams(self, step: PendingStep, counts: np.ndarray, decoded: np.ndarray, emitted: np.ndarray) -> None:
+        """Learn how much of the last n-gram drafts was emitted, and how far texts match now.
+
+        Args:
+            counts: [num_reqs, 3], see `PendingStep`.
+            decoded, emitted: rows whose last draft was of the same request; rows whose text has grown.
+        """
+        assert self.ngrams is not None
+        slots, (num_sampled, num_right, _) = step.slots[decoded], counts[decoded].T
+        num_judged = np.minimum(num_sampled, self._config.num_speculative_tokens)
+        shared = self.requests.updates_shared_prior[slots]
+        self.ngrams.learn(slots, step.matched[decoded], num_judged, num_right, shared)
+        self.ngrams.see(step.slots[emitted], counts[emitted, 2])
 
     def _take_confidences(self, drafted: Drafted) -> None:
         """Keep a round's confidences, and count those that are NaN: of hidden states with infinities or NaN."""
         round_, confidences = drafted.round, drafted.confidences.numpy()
         num_tokens = confidences.shape[1]
         columns = np.arange(num_tokens)
-        self.stats.count_not_finite(int((np.isnan(confidences) & (columns < round_.lengths[:, None])).sum()))
+        submitted = columns < np.where(round_.from_ngrams, 0, round_.lengths)[:, None]
+        self.stats.count_not_finite(int((np.isnan(confidences) & submitted).sum()))
         if self.policy.needs_confidence:
             same = self._generation[round_.slots] == drafted.generations
             # Every row ran every step.
-            known = np.where(columns < round_.lengths.max(), confidences, np.nan)
+            known = np.where(columns < round_.num_steps, confidences, np.nan)
             self._confidences[round_.slots[same], :num_tokens] = known[same]
 
     def _trace(self, step: PendingStep, request_ids: Sequence[str], tokens: torch.Tensor, asynchronous: bool) -> None:

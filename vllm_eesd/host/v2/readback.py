@@ -100,10 +100,12 @@ class PendingStep(NamedTuple):
         generations: [num_reqs] int64, which of a slot's requests it was.
         decoded: [num_reqs] bool, False for prompt chunks.
         num_verified: [num_reqs] int64, draft tokens the target judged.
+        from_ngrams: [num_reqs] bool, whose were n-gram drafts.
+        matched: [num_reqs] int64, `NgramRates.matched` when the n-gram draft that this step judges was found.
         num_tokens: tokens of the target's forward.
-        num_sampled: [num_reqs] int32, tokens emitted.
+        counts: [num_reqs, 1 or 3] int32, tokens emitted, and where n-gram drafts are found what `find_ngrams` returns.
         before: the round before the step; None after a pause, when the time in between says nothing.
-        after: the round that began when the step ended. What the host asks of both is over once `num_sampled` is known.
+        after: the round that began when the step ended. What the host asks of both is over once `counts` are known.
         drafted: by the round before; None if nothing was.
     """
 
@@ -111,8 +113,10 @@ class PendingStep(NamedTuple):
     generations: np.ndarray
     decoded: np.ndarray
     num_verified: np.ndarray
+    from_ngrams: np.ndarray
+    matched: np.ndarray
     num_tokens: int
-    num_sampled: HostCopy
+    counts: HostCopy
     before: RoundTimes | None
     after: RoundTimes
     drafted: Drafted | None

@@ -23,6 +23,7 @@ from vllm_eesd.host.v2.draft_steps import DraftSteps
 from vllm_eesd.host.v2.kernel_ops import KernelDraftStep, exit_head_rows
 from vllm_eesd.host.v2.kv_fill import use_kv_fill
 from vllm_eesd.host.v2.lengths import Rounds
+from vllm_eesd.host.v2.ngrams import DeviceNgrams
 from vllm_eesd.host.v2.ragged import RaggedVerification, use_graphs_for_ragged_batches
 from vllm_eesd.host.v2.readback import RoundTimes, Timestamps
 from vllm_eesd.host.v2.trace import tokens_of_step
@@ -58,6 +59,7 @@ class EarlyExitSpeculator(DraftSteps):
         self.rounds = Rounds(config, self.max_num_reqs, self.max_model_len, device)
         self.rounds.learns = False  # until `profile_costs`
         self.breaker, self.verification = CircuitBreaker(), Verification(self.max_num_reqs)
+        self.ngrams = DeviceNgrams(req_states)
         if get_tp_group().rank_in_group == 0:
             rank = vllm_config.parallel_config.data_parallel_rank
             publish(config.metrics_directory, rank, self.stats, self.breaker)
@@ -121,11 +123,12 @@ class EarlyExitSpeculator(DraftSteps):
         return step
 
     def warm_up(self, runner: GPUModelRunner) -> None:
-        """Have the kernels of verification compiled.
+        """Have the kernels of verification and of n-gram drafts compiled.
 
         Called before the worker warms up: at the end of that vLLM begins to report, or refuse, what is compiled later.
         """
         self.verification.warm_up(runner, self.draft_logits)
+        self.ngrams.warm_up(self.draft_tokens, self.draft_logits)
 
     def profile_costs(self, runner: GPUModelRunner) -> None:
         """Time steps of a few sizes, so that the first requests are not the ones to learn from; then serving begins.
@@ -229,14 +232,17 @@ class EarlyExitSpeculator(DraftSteps):
         if self.rounds.round_trace is not None:
             # The drafts just verified: this round's take their place once it is over.
             tokens = tokens_of_step(step, self._req_states.draft_tokens[step.idx_mapping])
-        times = self.rounds.begin(step, self._asynchronous, tokens, longest)
-        if not self.rounds.num_steps:
-            return
-        self._copy_request_inputs(*requests, dummy_run=False)
-        self._prepare(step)
-        graph = self._graph_for(step)
-        times.mark()
-        self._run_round(step, graph, times)
+        counts = step.num_sampled[:, None] if self.rounds.ngrams is None else self.ngrams.find(step)
+        times = self.rounds.begin(step, self._asynchronous, counts, tokens, longest)
+        if self.rounds.num_steps:
+            self._copy_request_inputs(*requests, dummy_run=False)
+            self._prepare(step)
+            graph = self._graph_for(step)
+            times.mark()
+            self._run_round(step, graph, times)
+        if self.rounds.from_ngrams.any():
+            drafts = self.draft_tokens[: step.num_reqs], self.draft_logits
+            self.ngrams.put(self.rounds.from_ngrams, step.idx_mapping, *drafts)
 
     def _dummy_step(self, step: TargetStep, skip_attn: bool, is_profile: bool) -> None:
         """Run one draft step that writes nothing. A fault here is not survived: nothing is served yet."""
