@@ -153,7 +153,7 @@ def price(shape: str, batch: int, path: Path, host_scale: float, seed: int) -> d
     prices = {}
     for name, (rule, host) in RULES.items():
         scaled = replace(host, step_ms=host.step_ms * host_scale, request_ms=host.request_ms * host_scale)
-        policy = build_policy("goodput", BetaPosterior(batch, *trace.prior), seed, {})
+        policy = build_policy("goodput", BetaPosterior(batch, *trace.prior), seed, {"ngram": False})
         result = replay(trace, rule(policy), Device(costs, scaled, seed), batch)
         prices[name] = round(result.goodput_vs_plain, 3)
     return prices

@@ -154,7 +154,13 @@ def _worth_the_next_step(
 
 @numba.njit(cache=True)
 def ngrams_to_take(
-    slots: np.ndarray, chances: np.ndarray, ngram_limits: np.ndarray, rate: float, times: Times, beliefs: np.ndarray
+    slots: np.ndarray,
+    chances: np.ndarray,
+    ngram_limits: np.ndarray,
+    rate: float,
+    times: Times,
+    beliefs: np.ndarray,
+    all_rows_draft: bool,
 ) -> np.ndarray:
     """Return how many tokens of its n-gram draft each row submits, 0 where drafting is expected to be worth more.
 
@@ -162,6 +168,7 @@ def ngrams_to_take(
         chances: [num_rows, any + 1], that all of the n-gram draft's first j tokens are accepted.
         ngram_limits: [num_rows], tokens of it that each row may submit.
         rate: tokens per ms that it must beat.
+        all_rows_draft: whether a row that does not draft spares a draft step nothing.
     Returns:
         [num_rows] int64.
     """
@@ -169,7 +176,10 @@ def ngrams_to_take(
     depth = 0 if len(slots) == 0 else min(chances.shape[1] - 1, ngram_limits.max())
     if depth == 0:
         return taken
-    gain = _worth_more_than_drafting(slots, chances[:, : depth + 1], ngram_limits, rate, times, beliefs)
+    if all_rows_draft:
+        gain = _worth_more_than_drafting_together(slots, chances[:, : depth + 1], ngram_limits, rate, times, beliefs)
+    else:
+        gain = _worth_more_than_drafting(slots, chances[:, : depth + 1], ngram_limits, rate, times, beliefs)
     order = np.argsort(-gain.ravel(), kind="mergesort")  # stable: a row's tokens stay in their order
     best, most, tokens = 0, 0.0, 0.0
     for many in range(1, len(order) + 1):
@@ -203,6 +213,39 @@ def _worth_more_than_drafting(
                 drafting += beliefs[slot].chain[j] - each - step
                 most = max(most, drafting)
         if taking > most - start:
+            for j in range(min(depth, ngram_limits[row])):
+                gain[row, j] = chances[row, j + 1]
+    return gain
+
+
+@numba.njit(cache=True)
+def _worth_more_than_drafting_together(
+    slots: np.ndarray, chances: np.ndarray, ngram_limits: np.ndarray, rate: float, times: Times, beliefs: np.ndarray
+) -> np.ndarray:
+    """As `_worth_more_than_drafting`, where a draft step runs all rows: it is spared only if nobody drafts.
+
+    Two plans are compared: all rows take their n-gram drafts or nothing; or draft steps run, as many as pay, and those
+    rows take theirs for which they are worth more than what is drafted anyway.
+    """
+    num_rows, depth = len(slots), chances.shape[1] - 1
+    each = rate * (times.verify[(depth + 1) * num_rows] - times.verify[num_rows]) / (depth * num_rows)
+    taking = np.zeros(num_rows)
+    drafting = np.zeros((depth + 1, num_rows))
+    for row, slot in enumerate(slots):
+        for j in range(1, depth + 1):
+            drafting[j, row] = drafting[j - 1, row]
+            if j <= ngram_limits[row]:
+                taking[row] += max(chances[row, j] - each, 0.0)
+            if j <= beliefs[slot].limit:
+                drafting[j, row] += max(beliefs[slot].chain[j] - each, 0.0)
+    steps, most = 0, taking.sum()
+    for j in range(1, depth + 1):
+        value = np.maximum(taking, drafting[j]).sum() - rate * (j * times.draft[num_rows] + times.round_ms)
+        if value > most:
+            steps, most = j, value
+    gain = np.zeros((num_rows, depth))
+    for row in range(num_rows):
+        if taking[row] > drafting[steps, row]:
             for j in range(min(depth, ngram_limits[row])):
                 gain[row, j] = chances[row, j + 1]
     return gain

@@ -85,7 +85,9 @@ class Goodput(DraftLengthPolicy):
         no_rows = np.zeros(0, dtype=np.int64)
         self.begin(no_rows, no_rows)
         self._rounds = 0
-        expected_gain.ngrams_to_take(no_rows, np.zeros((0, 2)), no_rows, self._rate, self._times, self._beliefs)
+        for together in (False, True):
+            given = self._rate, self._times, self._beliefs, together
+            expected_gain.ngrams_to_take(no_rows, np.zeros((0, 2)), no_rows, *given)
         self._draw(no_rows)
         self._survive(no_rows, 1, no_rows.astype(np.float32))
         self._rows_to_extend(no_rows, 0)
@@ -126,7 +128,8 @@ class Goodput(DraftLengthPolicy):
     def take_ngrams(self, slots: np.ndarray, chances: np.ndarray, limits: np.ndarray) -> np.ndarray:
         if not (self.uses_ngrams and self.guard.may_draft()) or self._wants_plain:
             return np.zeros(len(slots), dtype=np.int64)
-        taken = expected_gain.ngrams_to_take(slots, chances, limits, self._rate, self._times, self._beliefs)
+        given = self._rate, self._times, self._beliefs, self.costs.all_rows_draft
+        taken = expected_gain.ngrams_to_take(slots, chances, limits, *given)
         self._num_drafts = int(taken.sum())
         return taken
 

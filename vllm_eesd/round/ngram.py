@@ -197,6 +197,9 @@ def _chances(
             kind = _class_of(length)
             of_all = judged[1, length] / judged[0, length]
             chance = (own_judged[1, kind] + COMMON_WEIGHT * of_all) / (own_judged[0, kind] + COMMON_WEIGHT)
+            if j == 0 and common.shape[1] > 1:
+                # Drafts are chosen because their rates look high: on average those are lower than they look.
+                chance *= 1.0 - judged[0, length] ** -0.5
             chances[row, j + 1] = chances[row, j] * chance
 
 

@@ -15,6 +15,7 @@ import numpy as np
 from vllm_eesd.config import MAX_SPECULATIVE_TOKENS
 from vllm_eesd.policy import DraftLengthPolicy, Outcome
 from vllm_eesd.round.draft import DraftRound
+from vllm_eesd.round.ngram import NgramDrafter, NgramRates
 from vllm_eesd.round.outcome import READBACK_DELAY
 from vllm_eesd.simulate.replay import Batch, PolicyDrafter
 from vllm_eesd.simulate.world import World
@@ -111,8 +112,50 @@ class _Pending(NamedTuple):
     generations: np.ndarray
 
 
+class DeviceNgrams:
+    """The device's n-gram drafts, found in the text as it is, and what the host knows of them `READBACK_DELAY` later.
+
+    Args:
+        num_slots, longest: see `NgramDrafter`.
+    Attributes:
+        rates: the host's.
+        tokens: [num_slots, longest] int64, the device's drafts.
+    """
+
+    def __init__(self, num_slots: int, longest: int) -> None:
+        self.rates = NgramRates(num_slots, longest, delayed=True)
+        self._finder = NgramDrafter(num_slots, longest)
+        self.tokens = self._finder.tokens
+        self._judged: deque[tuple[np.ndarray, ...]] = deque()
+        self._matched: deque[tuple[np.ndarray, np.ndarray]] = deque()
+
+    def find(self, batch: Batch) -> None:
+        """Find the drafts of these texts, and let the host know what is old enough by now."""
+        slots, new = batch.slots, batch.slots[batch.new]
+        if len(new):
+            self._finder.reset(new)
+            self.rates.reset(new)
+        shared = np.ones(len(slots), dtype=bool)
+        self._finder.update(slots, batch.texts, slots, batch.num_tokens, shared)
+        self._matched.append((slots, self._finder.matched[slots]))
+        if len(self._judged) > READBACK_DELAY:
+            self.rates.learn(*self._judged.popleft(), shared)
+        if len(self._matched) > READBACK_DELAY:
+            self.rates.see(*self._matched.popleft())
+
+    def judge(self, batch: Batch, num_emitted: np.ndarray) -> None:
+        """Compare every draft with what its text goes on with, of which the step emitted so many tokens."""
+        slots = batch.slots
+        num_judged = np.minimum(num_emitted, self.tokens.shape[1])
+        num_right = np.zeros_like(num_judged)
+        for row, (slot, judged) in enumerate(zip(slots, num_judged, strict=True)):
+            followed = batch.texts[slot, batch.num_tokens[row] :][:judged]
+            num_right[row] = np.cumprod(followed == self.tokens[slot, : len(followed)]).sum()
+        self._judged.append((slots, self.rates.matched[slots], num_judged, num_right))
+
+
 class DeviceDrafter(PolicyDrafter):
-    """A policy on a device that runs behind its host, in rounds decided ahead; no n-gram drafts.
+    """A policy on a device that runs behind its host, in rounds decided ahead.
 
     Args:
         policy: fresh.
@@ -120,8 +163,8 @@ class DeviceDrafter(PolicyDrafter):
 
     def __init__(self, policy: DraftLengthPolicy) -> None:
         super().__init__(policy)
-        policy.uses_ngrams = False
         policy.costs.all_rows_draft = True
+        self._device_ngrams: DeviceNgrams | None = None
         num_slots = policy.posterior.max_num_reqs
         self._generation = np.zeros(num_slots, dtype=np.int64)
         self._known = np.full((num_slots, MAX_SPECULATIVE_TOKENS), np.nan, dtype=np.float32)
@@ -137,6 +180,7 @@ class DeviceDrafter(PolicyDrafter):
         num_reqs, costs = len(batch.slots), self.policy.costs
         if world.verify_seen_ms:
             costs.observe_verify(self._num_reqs, self._num_tokens, world.measured(world.verify_seen_ms))
+        self._from_ngrams = np.zeros(num_reqs, dtype=bool)
         num_verified, self._num_steps = self._round_of(batch, world)
         for _ in range(self._num_steps):
             costs.observe_draft_step(num_reqs, world.measured(world.draft_ms(num_reqs)))
@@ -145,14 +189,26 @@ class DeviceDrafter(PolicyDrafter):
 
     def _round_of(self, batch: Batch, world: Device) -> tuple[np.ndarray, int]:
         """Run a round's draft steps; return the tokens each row submits and the number of steps."""
-        round_ = DraftRound(self.policy, batch.slots, batch.limits)
+        ngrams = self._find_on_device(batch)
+        round_ = DraftRound(self.policy, batch.slots, batch.limits, None if ngrams is None else ngrams.rates)
         round_.decide_ahead(self._known[batch.slots])
-        num_steps = round_.num_steps
+        self._from_ngrams, num_steps = round_.from_ngrams, round_.num_steps
+        for row in np.flatnonzero(self._from_ngrams).tolist():
+            batch.copy(row, ngrams.tokens[batch.slots[row], : round_.lengths[row]].tolist())
         if num_steps:
             self._prepare(world, len(batch.slots))
         for step in range(1, num_steps + 1):
             world.launch(step, world.host.launch_ms, world.draft_ms(len(batch.slots)))
         return round_.lengths, num_steps
+
+    def _find_on_device(self, batch: Batch) -> DeviceNgrams | None:
+        """Find the rows' n-gram drafts; None if the policy uses none or no text is known."""
+        if not self.policy.uses_ngrams or not batch.num_tokens.all():
+            return None
+        if self._device_ngrams is None:
+            self._device_ngrams = DeviceNgrams(self.policy.posterior.max_num_reqs, batch.confidences.shape[1])
+        self._device_ngrams.find(batch)
+        return self._device_ngrams
 
     def _prepare(self, world: Device, num_reqs: int) -> None:
         world.prepare()
@@ -163,8 +219,11 @@ class DeviceDrafter(PolicyDrafter):
         confidences = np.full((len(batch.slots), MAX_SPECULATIVE_TOKENS), np.nan, dtype=np.float32)
         drafted = np.arange(width) < self._num_steps
         confidences[:, :width] = np.where(drafted, batch.confidences, np.nan)
-        nothing = np.zeros(len(batch.slots), dtype=bool)
-        outcome = Outcome(batch.slots, num_verified, num_accepted, confidences, nothing, ~nothing, self._num_steps)
+        shared = np.ones(len(batch.slots), dtype=bool)
+        made = confidences, self._from_ngrams, shared
+        outcome = Outcome(batch.slots, num_verified, num_accepted, *made, self._num_steps)
+        if self._device_ngrams is not None:
+            self._device_ngrams.judge(batch, num_accepted + 1)
         self._pending.append(_Pending(outcome, self._generation[batch.slots]))
 
     def _learn(self) -> None:
