@@ -232,3 +232,23 @@ def every_ngram_taken(monkeypatch):
         return np.where(chances[:, 1] > 0, limits, 0)
 
     monkeypatch.setattr(Goodput, "take_ngrams", take_ngrams)
+
+
+@pytest.fixture(scope="session")
+def adapter(tmp_path_factory):
+    """Directory of a LoRA adapter on q and v of every layer of `random_target`, strong enough to change its text."""
+    import torch
+    from safetensors.torch import save_file
+
+    directory = tmp_path_factory.mktemp("lora")
+    generator = torch.Generator().manual_seed(0)
+    tensors = {}
+    for layer in range(8):
+        for module, out in (("q_proj", 128), ("v_proj", 64)):
+            name = f"base_model.model.model.layers.{layer}.self_attn.{module}"
+            tensors[f"{name}.lora_A.weight"] = torch.randn(8, 128, generator=generator) * 0.2
+            tensors[f"{name}.lora_B.weight"] = torch.randn(out, 8, generator=generator) * 0.2
+    save_file(tensors, directory / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 8, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"], "bias": "none"}
+    (directory / "adapter_config.json").write_text(json.dumps(config))
+    return str(directory)

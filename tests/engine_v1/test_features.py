@@ -46,25 +46,6 @@ def test_the_extra_memory_is_one_layers_kv_and_the_head(engine, random_target, c
         assert kv_layers(llm) == plain  # headless needs nothing
 
 
-@pytest.fixture(scope="module")
-def adapter(tmp_path_factory):
-    """A LoRA adapter on q and v of every layer, strong enough to change the greedy text."""
-    from safetensors.torch import save_file
-
-    directory = tmp_path_factory.mktemp("lora")
-    generator = torch.Generator().manual_seed(0)
-    tensors = {}
-    for layer in range(8):
-        for module, out in (("q_proj", 128), ("v_proj", 64)):
-            name = f"base_model.model.model.layers.{layer}.self_attn.{module}"
-            tensors[f"{name}.lora_A.weight"] = torch.randn(8, 128, generator=generator) * 0.2
-            tensors[f"{name}.lora_B.weight"] = torch.randn(out, 8, generator=generator) * 0.2
-    save_file(tensors, directory / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "r": 8, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"], "bias": "none"}
-    (directory / "adapter_config.json").write_text(json.dumps(config))
-    return str(directory)
-
-
 @pytest.mark.feature("LoRA on the target", "the same answers; no exit head drafts for such requests")
 def test_lora_requests_are_served_right_and_draft_nothing(
     engine, random_target, cloned_head, adapter, prompts, drafter_of

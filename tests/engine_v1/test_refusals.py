@@ -170,14 +170,12 @@ def layout(**changes):
 
 
 @pytest.mark.parametrize(
-    ("environment", "target", "parallel", "enable_lora", "named"),
+    ("environment", "target", "parallel", "named"),
     [
-        pytest.param(ON_V2, {}, {}, True, "enable_lora", marks=refused("LoRA on Model Runner V2")),
         pytest.param(
             V1_ON_A_CPU,
             {"is_moe": True},
             {"data_parallel_size": 2},
-            False,
             "data_parallel_size=2",
             marks=refused("data parallel with a mixture of experts"),
         ),
@@ -185,20 +183,19 @@ def layout(**changes):
             ON_V2,
             {},
             {"decode_context_parallel_size": 2},
-            False,
             "context parallelism",
             marks=refused("context parallel"),
         ),
-        pytest.param(V1_ON_A_GPU, {}, {}, False, "Runner V1", marks=refused("Model Runner V1 on a GPU")),
+        pytest.param(V1_ON_A_GPU, {}, {}, "Runner V1", marks=refused("Model Runner V1 on a GPU")),
     ],
 )
-def test_what_a_model_runner_would_get_wrong(environment, target, parallel, enable_lora, named):
+def test_what_a_model_runner_would_get_wrong(environment, target, parallel, named):
     from vllm_eesd.host.speculative import check_runner
 
-    check_runner(ON_V2, SimpleNamespace(is_moe=False), layout(), False)
-    check_runner(V1_ON_A_CPU, SimpleNamespace(is_moe=True), layout(), True)
+    check_runner(ON_V2, SimpleNamespace(is_moe=False), layout())
+    check_runner(V1_ON_A_CPU, SimpleNamespace(is_moe=True), layout())
     with pytest.raises(ValueError, match=named) as error:
-        check_runner(environment, SimpleNamespace(**{"is_moe": False} | target), layout(**parallel), enable_lora)
+        check_runner(environment, SimpleNamespace(**{"is_moe": False} | target), layout(**parallel))
     assert str(error.value).startswith("eesd: ") and "\n" not in str(error.value)
 
 

@@ -84,3 +84,30 @@ def test_an_ngram_draft_taken_for_a_drawn_one_is_caught(sampled, monkeypatch):
     monkeypatch.setattr(ngrams, "put_ngrams", lambda *args: put(*args[:4]))
     counts, expected, _ = sampled(NUM_SAMPLES_PLANTED)
     assert copying(counts, expected) < SIGNIFICANCE
+
+
+@pytest.mark.usefixtures("some_ngrams_taken")
+@pytest.mark.feature("LoRA on Model Runner V2", "the same answers; such requests have n-gram drafts only")
+def test_requests_with_an_adapter_among_others(engine, random_target, cloned_head, adapter):
+    from vllm import SamplingParams
+    from vllm.lora.request import LoRARequest
+
+    lora = LoRARequest("adapter", 1, adapter)
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, detokenize=False)
+    generator = np.random.default_rng(5)
+    inputs = [{"prompt_token_ids": p} for p in ([1, 2, 3] * 8, generator.integers(0, 512, 30).tolist(), [5, 6] * 10)]
+    spec = {"method": "eesd", "num_speculative_tokens": K, "model": cloned_head(random_target, 7, 7)}
+    answers = []
+    for options in ({}, {"spec": spec, "async_scheduling": True}):
+        with engine(random_target, enable_lora=True, max_lora_rank=8, **TIGHT | options) as llm:
+            for adapters in ([lora] * 3, [None, lora, lora], [None] * 3):
+                outputs = llm.generate(inputs, params, lora_request=adapters, use_tqdm=False)
+                answers.append([list(output.outputs[0].token_ids) for output in outputs])
+                if options:
+                    (stats,) = llm.collective_rpc("eesd_stats")
+                    assert stats["copied"] > 0
+                    # Requests with an adapter copy or draft nothing; the others do either.
+                    assert (stats["drafted"] == stats["copied"]) == (None not in adapters)
+                    llm.collective_rpc("eesd_reset_stats")
+    assert answers[:3] == answers[3:]
+    assert answers[0] != answers[2]  # the adapter does something

@@ -24,7 +24,7 @@ def speculator(v2):
     """A speculator that records its calls instead of making them; `wanted` draft steps are wanted in a round."""
     self, calls = object.__new__(v2.EarlyExitSpeculator), []
 
-    def begin(step, asynchronous, tokens, longest):
+    def begin(step, asynchronous, counts, tokens, longest):
         calls.append(("begin", longest))
         self.wanted = K if longest is None else longest
         return SimpleNamespace(mark=lambda: None)
@@ -33,10 +33,13 @@ def speculator(v2):
     self.num_speculative_tokens, self._asynchronous = K, True
     self.draft_tokens = torch.zeros(4, K, dtype=torch.int64)
     self.breaker = v2.CircuitBreaker()
-    self.rounds = type("", (), {"round_trace": None, "num_steps": property(lambda rounds: self.wanted)})()
+    no_ngrams = {"ngrams": None, "from_ngrams": torch.zeros(2, dtype=torch.bool)}
+    steps = {"num_steps": property(lambda rounds: self.wanted)}
+    self.rounds = type("", (), {"round_trace": None} | no_ngrams | steps)()
     self.rounds.begin = begin
-    for name in ("_copy_request_inputs", "_prepare", "_graph_for", "_run_round"):
+    for name in ("_copy_request_inputs", "_prepare", "_without_adapters", "_run_round"):
         setattr(self, name, lambda *args, name=name, **kwargs: calls.append(name))
+    self._graph_for = lambda step: SimpleNamespace(num_tokens=step.num_reqs)
     return self
 
 
@@ -87,7 +90,7 @@ def test_costs_are_timed_while_vllm_counts_no_experts(v2, speculator, monkeypatc
 def test_a_round(speculator, num_speculative_tokens):
     speculator.propose(*arguments(), num_speculative_tokens=num_speculative_tokens, dp_sync_state=None, mm_inputs=None)
     begin = ("begin", num_speculative_tokens)
-    assert speculator.calls == [begin, "_copy_request_inputs", "_prepare", "_graph_for", "_run_round"]
+    assert speculator.calls == [begin, "_copy_request_inputs", "_prepare", "_without_adapters", "_run_round"]
 
 
 def test_where_no_request_can_use_a_draft_the_round_is_learned_from_and_nothing_prepared(speculator):

@@ -137,6 +137,7 @@ def rates_after(outcomes, rounds=200):
     slot, shared = np.array([0]), np.ones(1, dtype=bool)
     for _ in range(rounds):
         for matched, (judged, right) in outcomes.items():
+            rates.see(slot, np.array([matched]))
             rates.learn(slot, np.array([matched]), np.array([judged]), np.array([right]), shared)
     shown = {}
     for matched in outcomes:

@@ -50,7 +50,8 @@ def new_request(max_tokens=50, structured_outputs=None, **extra_args):
         allowed_token_ids=None,
         structured_outputs=structured_outputs,
     )
-    return SimpleNamespace(sampling_params=params, prompt_token_ids=[1] * 10, prefill_token_ids=[1] * 10)
+    prompt = {"prompt_token_ids": [1] * 10, "prefill_token_ids": [1] * 10}
+    return SimpleNamespace(sampling_params=params, lora_request=None, **prompt)
 
 
 def target_step(slots, num_sampled, scheduled=None, prefilling=False, computed=10, tokens=1):

@@ -34,9 +34,7 @@ def _wrap_create_speculative_config(original: Function) -> Function:
         from vllm_eesd.host.speculative import EESDSpeculativeConfig, check_kv_connector
 
         check_kv_connector(self.kv_transfer_config, self.kv_offloading_size)
-        return EESDSpeculativeConfig.build(
-            self.speculative_config, target_model_config, target_parallel_config, bool(self.enable_lora)
-        )
+        return EESDSpeculativeConfig.build(self.speculative_config, target_model_config, target_parallel_config)
 
     return create_speculative_config
 

@@ -61,14 +61,11 @@ class EESDSpeculativeConfig(SpeculativeConfig):
     graph_kernels = ""
 
     @classmethod
-    def build(
-        cls, spec: object, target: ModelConfig, parallel: ParallelConfig, enable_lora: bool = False
-    ) -> EESDSpeculativeConfig:
+    def build(cls, spec: object, target: ModelConfig, parallel: ParallelConfig) -> EESDSpeculativeConfig:
         """Return the validated config.
 
         Args:
             spec: "eesd" or the user's mapping.
-            enable_lora: whether requests may bring LoRA adapters.
         Raises:
             ValueError: one line: the field, its value, what is allowed.
         """
@@ -77,7 +74,7 @@ class EESDSpeculativeConfig(SpeculativeConfig):
         exit_head, head_directory = resolve_exit_head(eesd, target)
         policy_args = read_policy_args(eesd.policy, eesd.policy_args)
         environment = read_environment()
-        check_runner(environment, target, parallel, enable_lora)
+        check_runner(environment, target, parallel)
         longest = eesd.num_speculative_tokens
         if longest is None:
             # On V2 nothing is copied: the tokens stay on the device.
@@ -171,7 +168,7 @@ def check_kv_connector(kv_transfer_config: object, kv_offloading_size: float | N
             )
 
 
-def check_runner(environment: Environment, target: ModelConfig, parallel: ParallelConfig, enable_lora: bool) -> None:
+def check_runner(environment: Environment, target: ModelConfig, parallel: ParallelConfig) -> None:
     """Refuse what EESD does not do on the model runner vLLM takes here.
 
     Raises:
@@ -189,8 +186,6 @@ def check_runner(environment: Environment, target: ModelConfig, parallel: Parall
         )
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
         raise ValueError("eesd: context parallelism is not supported; use tensor_parallel_size instead")
-    if environment.runner == "V2" and enable_lora:
-        raise ValueError("eesd: enable_lora is not supported on Model Runner V2; serve the adapters without eesd")
 
 
 def resolve_exit_head(eesd: EESDConfig, target: ModelConfig) -> tuple[ExitHeadConfig, str | None]:

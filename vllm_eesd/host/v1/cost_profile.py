@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from vllm_eesd.host.compat import create_forward_context, override_forward_context
+from vllm_eesd.host.adapters import without_adapters
 from vllm_eesd.host.cost_profile import Job, profile, timed
 from vllm_eesd.host.model.draft_step import DraftStep
 from vllm_eesd.policy import CostModel
@@ -52,8 +53,7 @@ def draft_call(runner: GPUModelRunner, step: DraftStep, num_rows: int) -> Callab
     context = create_forward_context(None, runner.vllm_config)
 
     def draft() -> None:
-        if runner.lora_config:  # the mapping of the last forward is for another number of tokens
-            runner._set_active_loras((0,) * num_rows, (0,) * num_rows, set())
+        without_adapters(runner, num_rows)
         with torch.inference_mode(), override_forward_context(context):
             step(rows, rows, step.round_context(hidden_states))
 

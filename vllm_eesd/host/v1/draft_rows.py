@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from vllm_eesd.host.adapters import without_adapters
 from vllm_eesd.host.compat import CommonAttentionMetadata, create_forward_context, override_forward_context
 from vllm_eesd.host.model.draft_step import DraftStep
 from vllm_eesd.host.v1.draft_sampling import DraftSampling
@@ -97,9 +98,7 @@ class DraftRows:
             block_table_tensor=torch.from_numpy(blocks[rows]),
             slot_mapping=slot_mapping,
         )
-        if self._runner.lora_config:
-            # The target's last forward left its own token-to-adapter mapping; drafting rows have no adapter.
-            self._runner._set_active_loras((0,) * num_rows, (0,) * num_rows, set())
+        without_adapters(self._runner, num_rows)
         metadata = self._builder.build(0, common)
         self._context.attn_metadata = dict.fromkeys(self._layer_names, metadata)
         self._context.slot_mapping = dict.fromkeys(self._layer_names, slot_mapping)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -59,6 +60,8 @@ class DraftSteps(DraftModelSpeculator):
         self._round_context: torch.Tensor | None = None
         self._arange = torch.arange(self.max_num_reqs + 1, dtype=torch.int32, device=device)
         self._graphs: SpeculatorCudaGraphManager | None = None
+        #: Has the next forward, of so many tokens, run without LoRA adapters.
+        self._without_adapters: Callable[[int], None] = lambda num_tokens: None
         #: vLLM's, from `set_attn` on; the run that profiles memory comes before there is a KV cache.
         self.block_tables: BlockTables | None = None
 
@@ -94,6 +97,7 @@ class DraftSteps(DraftModelSpeculator):
         assert self._graphs is not None
         self.idx_mapping.fill_(-1)
         self._position_limit.zero_()
+        self._without_adapters(self.max_num_reqs)
         self._graphs.capture(
             self._draft,
             self.model_state,

@@ -60,6 +60,7 @@ class Rounds:
         self._num_tokens = np.zeros(max_num_reqs, dtype=np.int64)
         self._generation = np.zeros(max_num_reqs, dtype=np.int64)
         self._has_grammar = np.zeros(max_num_reqs, dtype=bool)
+        self._has_adapter = np.zeros(max_num_reqs, dtype=bool)
         self.round_trace = open_trace(config)
         #: False while the worker warms up: its requests are made up, and its steps wait for compilers.
         self.learns = True
@@ -87,7 +88,9 @@ class Rounds:
         """Take in requests that start or come back from preemption."""
         for slot, request in zip(slots, new_requests, strict=True):
             params = request.sampling_params
-            self._requested[slot] = NewRequest(params, len(request.prompt_token_ids or ()), "")
+            lora_name = "" if request.lora_request is None else request.lora_request.lora_name
+            self._requested[slot] = NewRequest(params, len(request.prompt_token_ids or ()), lora_name)
+            self._has_adapter[slot] = request.lora_request is not None
             self._not_admitted.add(slot)
             self._generation[slot] += 1
             self._pending.clear(slot)
@@ -176,10 +179,12 @@ class Rounds:
         limits[~step.reaches_end_of_prompt()] = 0
         if longest is not None:
             limits = np.minimum(limits, longest)
+        # The draft step knows no adapters; an n-gram draft needs none.
+        never = self._has_adapter[slots]
         if self._samples_drafts:
             # A grammar cuts a draft because of what it is; vLLM then samples anew, which is right for one-hot drafts.
-            return np.where(self._has_grammar[slots], 0, limits), limits
-        return limits, limits
+            never = never | self._has_grammar[slots]
+        return np.where(never, 0, limits), limits
 
     def _choose(self, slots: np.ndarray, limits: np.ndarray, ngram_limits: np.ndarray) -> None:
         """Decide the round before its first draft step: the host waits for no value of a round under way."""

@@ -55,6 +55,7 @@ class RaggedVerification:
         #: Of the step being prepared, in batch order: [num_reqs] int32 draft tokens that are verified.
         self._num_verified = np.zeros(0, dtype=np.int32)
         self._cu_num_logits = np.zeros(1, dtype=np.int32)
+        self._prepared = False
 
     def add_request(self, req_idx: int) -> None:
         """A request starts: it has drafted nothing, whatever placeholders the scheduler gives it."""
@@ -76,10 +77,21 @@ class RaggedVerification:
     def compact_batch(
         self, num_draft_tokens_per_req: np.ndarray, num_scheduled_tokens: np.ndarray, cu_num_logits_np: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return each request's trimmed token count, [num_reqs], and where its logits start, [num_reqs + 1]."""
+        """Return each request's trimmed token count, [num_reqs], and where its logits start, [num_reqs + 1].
+
+        `num_scheduled_tokens` becomes the trimmed count: the runner keeps it as an upper bound and maps tokens to LoRA
+        adapters by it.
+        """
         self._cu_num_logits = np.zeros_like(cu_num_logits_np)
         np.cumsum(self._num_verified + 1, out=self._cu_num_logits[1:])
-        return num_scheduled_tokens - num_draft_tokens_per_req + self._num_verified, self._cu_num_logits
+        num_scheduled_tokens -= num_draft_tokens_per_req - self._num_verified
+        self._prepared = True
+        return num_scheduled_tokens, self._cu_num_logits
+
+    def take_num_logits(self, num_reqs: int) -> np.ndarray:
+        """Return how many rows of logits each request has in the step just prepared, [num_reqs] int32; once a step."""
+        prepared, self._prepared = self._prepared, False
+        return np.diff(self._cu_num_logits) if prepared else np.ones(num_reqs, dtype=np.int32)
 
     def reallocate_drafts(self, req_ids: list[str], idx_mapping: torch.Tensor) -> tuple:
         """Return where logits and queries start, on the device, and the drafts' sum; in vLLM 0.33 None as well.

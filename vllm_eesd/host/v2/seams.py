@@ -6,6 +6,8 @@ import inspect
 import weakref
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from vllm_eesd.host.seams import Function, Seam
 
 if TYPE_CHECKING:
@@ -110,6 +112,17 @@ def _wrap_verify(original: Function) -> Function:
     return _verify
 
 
+def _wrap_make_lora_inputs(original: Function) -> Function:
+    def make_lora_inputs(self, req_ids, idx_mapping, num_scheduled_tokens):
+        of_requests, of_tokens, adapters = original(self, req_ids, idx_mapping, num_scheduled_tokens)
+        ragged = getattr(self, "eesd_ragged", None)
+        if ragged is not None:
+            of_requests = tuple(np.repeat(of_requests, ragged.take_num_logits(len(of_requests))))
+        return of_requests, of_tokens, adapters
+
+    return make_lora_inputs
+
+
 SEAMS = (
     Seam(
         target=f"{_RUNNER}:init_speculator",
@@ -163,5 +176,12 @@ SEAMS = (
         wrap=_wrap_compile_or_warm_up_model,
         why="draft lengths follow from what steps cost; they are timed once the CUDA graphs are captured",
         retired_by="the worker telling a speculator that it is warmed up",
+    ),
+    Seam(
+        target="vllm.v1.worker.gpu.lora_utils:LoraState.make_lora_inputs",
+        digests=("5e31d695fd9cc69e",),
+        wrap=_wrap_make_lora_inputs,
+        why="it maps one row of logits a request to an adapter; a request with a draft has several",
+        retired_by="vLLM counting the rows",
     ),
 )

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import nn
 
+from vllm_eesd.host.adapters import without_adapters
 from vllm_eesd.host.circuit_breaker import CircuitBreaker
 from vllm_eesd.host.compat import VllmConfig, get_tp_group, set_model_tag
 from vllm_eesd.host.metrics import publish
@@ -127,6 +129,8 @@ class EarlyExitSpeculator(DraftSteps):
 
         Called before the worker warms up: at the end of that vLLM begins to report, or refuse, what is compiled later.
         """
+        self._without_adapters = functools.partial(without_adapters, runner)
+        runner.lora_state.eesd_ragged = self._ragged  # it is given nothing else of the runner
         self.verification.warm_up(runner, self.draft_logits)
         self.ngrams.warm_up(self.draft_tokens, self.draft_logits)
 
@@ -156,7 +160,8 @@ class EarlyExitSpeculator(DraftSteps):
             attn_groups, target_layer_names: of the target's attention.
         """
         use_graphs_for_ragged_batches(self.vllm_config, attn_groups, target_layer_names)
-        return RaggedVerification(self._req_states, query_start_loc, self.rounds.num_drafted)
+        self._ragged = RaggedVerification(self._req_states, query_start_loc, self.rounds.num_drafted)
+        return self._ragged
 
     # A round.
 
@@ -238,6 +243,7 @@ class EarlyExitSpeculator(DraftSteps):
             self._copy_request_inputs(*requests, dummy_run=False)
             self._prepare(step)
             graph = self._graph_for(step)
+            self._without_adapters(graph.num_tokens)
             times.mark()
             self._run_round(step, graph, times)
         if self.rounds.from_ngrams.any():

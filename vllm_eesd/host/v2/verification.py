@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from vllm_eesd.host.adapters import without_adapters
 from vllm_eesd.host.v2.compat import (
     PROCESSED_LOGPROBS_MODES,
     BadWordsState,
@@ -136,6 +137,7 @@ class Verification:
         for num_reqs in (size for size in (1, 2, 16) if size <= runner.max_num_reqs):
             rows = torch.arange(2 * num_reqs, device=device)  # a draft each
             hidden_states = torch.zeros(len(rows), config.get_hidden_size(), dtype=config.dtype, device=device)
+            without_adapters(runner, len(rows))
             logits = runner.model.compute_logits(hidden_states)
             drafts, starts = torch.zeros_like(rows, dtype=torch.int32), 2 * torch.arange(num_reqs + 1, device=device)
             self.verify(runner.rejection_sampler, logits, draft_logits, drafts, rows, starts.int(), rows[:num_reqs])
