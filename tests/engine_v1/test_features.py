@@ -1,6 +1,5 @@
 """What EESD must leave alone or account for: memory, LoRA, and requests that end."""
 
-import json
 import shutil
 from types import SimpleNamespace
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from vllm_eesd.host.compat import create_forward_context, override_forward_context
 from vllm_eesd.host.adapters import without_adapters
+from vllm_eesd.host.compat import create_forward_context, override_forward_context
 from vllm_eesd.host.cost_profile import Job, profile, timed
 from vllm_eesd.host.model.draft_step import DraftStep
 from vllm_eesd.policy import CostModel
