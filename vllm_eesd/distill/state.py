@@ -38,13 +38,15 @@ def save(
 
 
 def resume(
-    checkpoint: Path, head: nn.Module, optimizers: list[torch.optim.Optimizer], run_identity: dict[str, Any]
+    checkpoint: Path | None, head: nn.Module, optimizers: list[torch.optim.Optimizer], run_identity: dict[str, Any]
 ) -> dict[str, Any]:
-    """Load a checkpoint into the head and the optimizers and return the run's counters.
+    """Load a checkpoint, if there is one, into the head and the optimizers and return the run's counters.
 
     Raises:
         ValueError: it is damaged, or of another run.
     """
+    if checkpoint is None or not checkpoint.exists():
+        return {"step": 0, "elapsed_s": 0.0, "losses": []}
     try:
         state = torch.load(checkpoint, map_location="cpu", weights_only=True)
         saved, run = state["identity"], state["run"]

@@ -52,65 +52,36 @@ def train(
     """
     lr = DEFAULT_LR / math.sqrt(target.config.hidden_size) if config.lr is None else config.lr
     optimizers, this_run = _make_optimizers(head, lr), identity(config, target)
-    run = _begin(checkpoint, head, optimizers, this_run)
+    run = resume(checkpoint, head, optimizers, this_run)
     processes.wait()
     keep = partial(save, checkpoint if processes.is_first() else None, head, optimizers, run, this_run)
     gradients = _gradients_of(target, head, config)
+    limit_s = math.inf if config.minutes is None else 60 * config.minutes
     began, saved_at, whole_step = time.monotonic() - run["elapsed_s"], time.monotonic(), True
     shown = {"desc": "distilling", "unit": "step", "disable": not processes.is_first()}
-    progress = tqdm(total=config.steps, initial=run["step"], **shown)
-    try:
-        while run["step"] < config.steps and not _out_of_time(config, run):
-            loss = gradients(*_batch(data, config, run["step"]))
-            torch.nn.utils.clip_grad_norm_(head.parameters(), 1.0)
-            whole_step = False
-            _update(optimizers, lr * learning_rate_scale(run["step"], run["elapsed_s"], config))
-            run["step"] += 1
-            run["elapsed_s"] = processes.agree(time.monotonic() - began)
-            run["losses"].append(round(loss, 5))
-            whole_step = True
-            _show(progress, run)
-            if on_step is not None:
-                on_step(run["step"], run["losses"][-1])
-            if time.monotonic() - saved_at > SAVE_EVERY_S:
+    with tqdm(total=config.steps, initial=run["step"], **shown) as progress:
+        try:
+            while run["step"] < config.steps and run["elapsed_s"] < limit_s:
+                ids = data.batch_at(run["step"], config.batch, config.seq_len, config.seed)
+                loss = gradients(ids, random_block_starts(config.seq_len, (config.seed, run["step"], 1)))
+                torch.nn.utils.clip_grad_norm_(head.parameters(), 1.0)
+                whole_step = False
+                _update(optimizers, lr * learning_rate_scale(run["step"], run["elapsed_s"], config))
+                run["step"] += 1
+                run["elapsed_s"] = processes.agree(time.monotonic() - began)
+                run["losses"].append(round(loss, 5))
+                whole_step = True
+                progress.update()
+                progress.set_postfix(loss=f"{statistics.fmean(run['losses'][-20:]):.4f}", refresh=False)
+                if on_step is not None:
+                    on_step(run["step"], run["losses"][-1])
+                if time.monotonic() - saved_at > SAVE_EVERY_S:
+                    keep()
+                    saved_at = time.monotonic()
+        finally:
+            # Also when interrupted, unless within a step: half of one would make the resumed run another one.
+            if whole_step:
                 keep()
-                saved_at = time.monotonic()
-    finally:
-        progress.close()
-        # Also when interrupted, unless within a step: half of one would make the resumed run another one.
-        if whole_step:
-            keep()
-    return _record(run, config)
-
-
-def _begin(checkpoint: Path | None, head: nn.Module, optimizers: list, this_run: dict[str, Any]) -> dict[str, Any]:
-    """Return the counters of the run: the checkpoint's if there is one, else a new run's."""
-    if checkpoint is not None and checkpoint.exists():
-        return resume(checkpoint, head, optimizers, this_run)
-    return {"step": 0, "elapsed_s": 0.0, "losses": []}
-
-
-def _batch(data: TokenData, config: TrainConfig, step: int) -> tuple[Tensor, Tensor]:
-    """Return a step's token ids and the starts of its draft blocks."""
-    ids = data.batch_at(step, config.batch, config.seq_len, config.seed)
-    return ids, random_block_starts(config.seq_len, (config.seed, step, 1))
-
-
-def _show(progress: tqdm, run: dict[str, Any]) -> None:
-    progress.update()
-    progress.set_postfix(loss=f"{statistics.fmean(run['losses'][-20:]):.4f}", refresh=False)
-
-
-def _update(optimizers: list[torch.optim.Optimizer], lr: float) -> None:
-    """Take one step of every optimizer, at this learning rate, and forget the gradients."""
-    for optimizer in optimizers:
-        optimizer.param_groups[0]["lr"] = lr
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-
-
-def _record(run: dict[str, Any], config: TrainConfig) -> dict[str, Any]:
-    """Return what `train` does."""
     tokens = run["step"] * config.batch * config.seq_len
     return {
         "steps": run["step"],
@@ -119,6 +90,14 @@ def _record(run: dict[str, Any], config: TrainConfig) -> dict[str, Any]:
         "tokens_per_s": tokens / max(run["elapsed_s"], 1e-9),
         "losses": run["losses"],
     }
+
+
+def _update(optimizers: list[torch.optim.Optimizer], lr: float) -> None:
+    """Take one step of every optimizer, at this learning rate, and forget the gradients."""
+    for optimizer in optimizers:
+        optimizer.param_groups[0]["lr"] = lr
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
 
 
 def _gradients_of(target: Target, head: nn.Module, config: TrainConfig) -> Callable[[Tensor, Tensor], float]:
@@ -186,7 +165,3 @@ def _make_optimizers(head: nn.Module, lr: float) -> list[torch.optim.Optimizer]:
         torch.optim.Muon(matrices, lr=lr, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
         torch.optim.AdamW(others, lr=lr, betas=(0.9, 0.95), weight_decay=0.0),
     ]
-
-
-def _out_of_time(config: TrainConfig, run: dict[str, Any]) -> bool:
-    return config.minutes is not None and run["elapsed_s"] >= 60 * config.minutes
