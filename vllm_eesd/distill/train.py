@@ -21,8 +21,8 @@ from vllm_eesd.distill.config import TrainConfig
 from vllm_eesd.distill.data import TokenData
 from vllm_eesd.distill.losses import build_loss, distillation_loss
 from vllm_eesd.distill.model import Target
-from vllm_eesd.distill.state import identity, resume, save
 from vllm_eesd.distill.vocabulary import draft_token_ids
+from vllm_eesd.files import replacing
 
 # A warm start needs only a short warm-up: it keeps the first, badly scaled steps small.
 WARMUP_STEPS = 30
@@ -30,6 +30,8 @@ WARMUP_STEPS = 30
 DEFAULT_LR = 0.14
 FINAL_LR_SHARE = 0.01
 SAVE_EVERY_S = 120
+# May differ between the parts of one run: how far it goes, and how a step is computed.
+FREE_FIELDS = {"steps", "minutes", "compile", "accumulate"}
 
 
 def train(
@@ -51,10 +53,10 @@ def train(
         ValueError: the checkpoint belongs to another run.
     """
     lr = DEFAULT_LR / math.sqrt(target.config.hidden_size) if config.lr is None else config.lr
-    optimizers, this_run = _make_optimizers(head, lr), identity(config, target)
-    run = resume(checkpoint, head, optimizers, this_run)
+    optimizers, this_run = _make_optimizers(head, lr), _identity(config, target)
+    run = _resume(checkpoint, head, optimizers, this_run)
     processes.wait()
-    keep = partial(save, checkpoint if processes.is_first() else None, head, optimizers, run, this_run)
+    keep = partial(_save, checkpoint if processes.is_first() else None, head, optimizers, run, this_run)
     gradients = _gradients_of(target, head, config)
     limit_s = math.inf if config.minutes is None else 60 * config.minutes
     began, saved_at, whole_step = time.monotonic() - run["elapsed_s"], time.monotonic(), True
@@ -90,6 +92,54 @@ def train(
         "tokens_per_s": tokens / max(run["elapsed_s"], 1e-9),
         "losses": run["losses"],
     }
+
+
+def _identity(config: TrainConfig, target: Target) -> dict[str, Any]:
+    """Return what must be the same for a checkpoint to be of this run."""
+    fields = config.model_dump(include=TrainConfig.model_fields.keys() - FREE_FIELDS)
+    return fields | {"exit_layer": target.exit_layer, "target_weights": target.fingerprint}
+
+
+def _save(
+    checkpoint: Path | None,
+    head: nn.Module,
+    optimizers: list[torch.optim.Optimizer],
+    run: dict[str, Any],
+    run_identity: dict[str, Any],
+) -> None:
+    """Write what `_resume` needs, in one step; None writes nothing."""
+    if checkpoint is None:
+        return
+    states = [optimizer.state_dict() for optimizer in optimizers]
+    with replacing(checkpoint) as file:
+        torch.save({"head": head.state_dict(), "optimizers": states, "identity": run_identity, "run": run}, file)
+
+
+def _resume(
+    checkpoint: Path | None, head: nn.Module, optimizers: list[torch.optim.Optimizer], run_identity: dict[str, Any]
+) -> dict[str, Any]:
+    """Load a checkpoint, if there is one, into the head and the optimizers and return the run's counters.
+
+    Raises:
+        ValueError: it is damaged, or of another run.
+    """
+    if checkpoint is None or not checkpoint.exists():
+        return {"step": 0, "elapsed_s": 0.0, "losses": []}
+    try:
+        state = torch.load(checkpoint, map_location="cpu", weights_only=True)
+        saved, run = state["identity"], state["run"]
+    except Exception as error:  # torch.load raises many kinds for a damaged file
+        reason = " ".join(str(error).split())[:120]
+        raise ValueError(f"work: {checkpoint} is damaged ({reason}); remove it to start again") from None
+    for field, value in run_identity.items():
+        if saved.get(field) != value:
+            raise ValueError(
+                f"work: {checkpoint} has {field} {saved.get(field)!r}, this run {value!r}; use another --work"
+            )
+    head.load_state_dict(state["head"])
+    for optimizer, saved_state in zip(optimizers, state["optimizers"], strict=True):
+        optimizer.load_state_dict(saved_state)
+    return run
 
 
 def _update(optimizers: list[torch.optim.Optimizer], lr: float) -> None:
