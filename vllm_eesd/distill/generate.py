@@ -156,7 +156,7 @@ def sampled_through_vllm(wanted: str, model: str, text: list[Tokens], own: OwnTe
             raise ValueError(f"generator is 'vllm', which cannot sample from {model!r}: {error}") from None
         print(f"transformers samples, because vLLM cannot: {error}", flush=True)
         return False
-    with sampler:
+    with contextlib.closing(sampler):
         own.make(text, "vllm", sampler.continue_windows)
     return True
 
