@@ -95,9 +95,6 @@ def measuring_windows(
 def own_text(target: Target, count: int, seq_len: int) -> Tensor:
     """Return [count, seq_len] int64 sampled by the target from its own first token, at temperature 1."""
     first = next((i for i in (target.config.bos_token_id, target.config.eos_token_id) if isinstance(i, int)), 0)
-    windows = []
-    for done in range(0, count, BATCH):
-        rows = min(BATCH, count - done)
-        prompts = torch.full((rows, 1), first)
-        windows.append(continue_windows(target, prompts, seq_len, torch.ones(rows), seed=done))
-    return torch.cat(windows)
+    prompts = enumerate(torch.full((count, 1), first).split(BATCH))
+    some = [continue_windows(target, rows, seq_len, torch.ones(len(rows)), seed=i * BATCH) for i, rows in prompts]
+    return torch.cat(some)
