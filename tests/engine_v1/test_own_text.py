@@ -1,6 +1,7 @@
 """Text of the target's own, sampled through vLLM in a process that is gone before training begins."""
 
 import argparse
+import contextlib
 import json
 import sys
 
@@ -56,7 +57,7 @@ def test_a_head_is_distilled_on_what_vllm_sampled(random_target, tmp_path, monke
 def test_a_batch_longer_than_a_step(random_target):
     """Seeded prompts that do not fit into one step: vLLM cannot cut those on a CPU."""
     prompts = torch.randint(0, VOCAB, (64, 100), generator=torch.Generator().manual_seed(0))
-    with vllm_sampler.VllmSampler(random_target, 102) as sampler:
+    with contextlib.closing(vllm_sampler.VllmSampler(random_target, 102)) as sampler:
         windows = sampler.continue_windows(prompts, 102, torch.ones(64), seed=0)
     assert windows.shape == (64, 102) and (windows[:, :100] == prompts).all()
 

@@ -113,12 +113,10 @@ def draft_rounds(target: Target, head: nn.Module, windows: Tensor, first: int) -
         first: where the first round begins.
     """
     confidences, accepted, window = [], [], []
-    for rows, target_logits, draft_logits, starts in draft_passes(target, head, windows, first):
-        depth = min(LONGEST_DRAFT, windows.shape[1] - first)
-        num_rounds = (windows.shape[1] - int(starts[0])) // depth if len(starts) else 0
-        if not num_rounds:
-            continue
-        drafted = slice(int(starts[0]), int(starts[0]) + num_rounds * depth)
+    depth = min(LONGEST_DRAFT, windows.shape[1] - first)
+    for rows, target_logits, draft_logits, start in draft_passes(target, head, windows, first):
+        num_rounds = (windows.shape[1] - start) // depth
+        drafted = slice(start, start + num_rounds * depth)
         best = draft_logits[:, drafted].softmax(-1).max(-1)
         match = best.indices == target_logits[:, drafted].argmax(-1)
         confidences.append(best.values.reshape(-1, depth).cpu())

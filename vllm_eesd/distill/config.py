@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 class TrainConfig(BaseModel):
     """How to train. The learning rate goes up over `train.WARMUP_STEPS`, then down along a cosine.
 
-    Two runs that differ in `steps`, `minutes`, `accumulate` or `compile` only may be parts of one; see `state`.
+    Two runs that differ in `steps`, `minutes`, `accumulate` or `compile` only may be parts of one.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")

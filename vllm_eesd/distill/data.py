@@ -110,27 +110,25 @@ def split_held_out(sources: list[Tokens], seq_len: int) -> tuple[list[Tokens], l
     Raises:
         ValueError: a source is too short for a training and a held-out window.
     """
-    _check_lengths(sources, 2 * seq_len, "2 x seq_len", "data")
+    long_enough(sources, 2 * seq_len, "data", "2 x seq_len")
     kept = [max(seq_len, int(len(tokens) * HELD_OUT_SHARE)) for tokens in sources]
     train = [tokens[:-held_out] for tokens, held_out in zip(sources, kept, strict=True)]
     return train, [tokens[-held_out:] for tokens, held_out in zip(sources, kept, strict=True)]
 
 
-def long_enough(sources: list[Tokens], seq_len: int, field: str) -> list[Tokens]:
-    """Return the sources, each of which holds a window.
+def long_enough(sources: list[Tokens], needed: int, field: str, meaning: str = "seq_len") -> list[Tokens]:
+    """Return the sources, each of which holds `needed` tokens.
 
+    Args:
+        meaning: what `needed` is.
     Raises:
         ValueError: one does not.
     """
-    _check_lengths(sources, seq_len, "seq_len", field)
-    return sources
-
-
-def _check_lengths(sources: list[Tokens], needed: int, meaning: str, field: str) -> None:
     for tokens in sources:
         if len(tokens) < needed:
             name = getattr(tokens, "filename", None) or "all texts together"
             raise ValueError(f"{field}: {name}: {len(tokens)} tokens, at least {needed} ({meaning}) are needed")
+    return sources
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
@@ -164,10 +162,12 @@ def _tokenised(paths: list[Path], tokenizer: Any, vocab_size: int, at_least: int
     What is left at the end belongs to the last part, so only a single one can be shorter.
     """
     dtype, ends = token_dtype(vocab_size), []
+    end_of_text = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     try:
         with tempfile.TemporaryFile(prefix="eesd-tokens-") as file:
             for path in paths:
-                for ids in _encode(_texts(path), tokenizer):
+                for text, is_end in _texts(path):
+                    ids = tokenizer(text, add_special_tokens=False)["input_ids"] + (end_of_text if is_end else [])
                     _check_range(path, max(ids, default=0), vocab_size)
                     file.write(np.array(ids, dtype).tobytes())
                 ends.append(file.tell() // dtype.itemsize)
@@ -223,9 +223,3 @@ def _jsonl_texts(path: Path) -> Iterator[tuple[str, bool]]:
                 f"data: {path}, line {number}: no text; one of {', '.join(TEXT_FIELDS)} must hold a string"
             )
         yield texts[0], True
-
-
-def _encode(texts: Iterator[tuple[str, bool]], tokenizer: Any) -> Iterator[list[int]]:
-    for text, ends in texts:
-        end = [tokenizer.eos_token_id] if ends and tokenizer.eos_token_id is not None else []
-        yield tokenizer(text, add_special_tokens=False)["input_ids"] + end

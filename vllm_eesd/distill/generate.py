@@ -6,7 +6,6 @@ import contextlib
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -63,7 +62,7 @@ class OwnText:
     def __init__(self, work: Path, target: Target, count: int, seq_len: int, temperature: float, seed: int) -> None:
         self.path, self.described = work / "generated.bin", work / "generated.json"
         self.count, self.seq_len = count, seq_len
-        self._temperature, self._seed, self._weights = temperature, seed, target.fingerprint
+        self._settings = {"seq_len": seq_len, "temperature": temperature, "seed": seed, "weights": target.fingerprint}
         self._dtype = token_dtype(target.config.vocab_size)
         self._batch_bytes = BATCH * seq_len * self._dtype.itemsize
 
@@ -91,7 +90,11 @@ class OwnText:
         """
         writes = processes.is_first()
         if writes:
-            self._begin(generator)
+            self.check(generator)
+            if not self.described.exists():
+                self.path.unlink(missing_ok=True)
+                write_json(self.described, self._settings | {"generator": generator})
+            self.path.touch()
         done = self._num_batches_done()
         done = processes.agree(done) if together else done
         with self.path.open("r+b") if writes else contextlib.nullcontext() as file:
@@ -114,31 +117,22 @@ class OwnText:
         Raises:
             ValueError: `work` holds such.
         """
-        if self.described.exists() and json.loads(self.described.read_text()) != self._settings(generator):
+        settings = self._settings | {"generator": generator}
+        if self.described.exists() and json.loads(self.described.read_text()) != settings:
             raise ValueError(
                 f"work: {self.path} was made with another target or other settings; remove it and {self.described.name}"
             )
-
-    def _settings(self, generator: str) -> dict[str, Any]:
-        settings = {"seq_len": self.seq_len, "temperature": self._temperature, "seed": self._seed}
-        return settings | {"weights": self._weights, "generator": generator}
-
-    def _begin(self, generator: str) -> None:
-        self.check(generator)
-        if not self.described.exists():
-            self.path.unlink(missing_ok=True)
-            write_json(self.described, self._settings(generator))
-        self.path.touch()
 
     def _num_batches_done(self) -> int:
         return self.path.stat().st_size // self._batch_bytes if self.path.exists() else 0
 
     def _batch(self, text: list[Tokens], number: int, continue_batch: Callable[..., Tensor]) -> Tensor:
-        rng = np.random.default_rng((self._seed, number, 1))
+        seed = self._settings["seed"]
+        rng = np.random.default_rng((seed, number, 1))
         prompt_len = int(rng.integers(max(1, self.seq_len // 8), max(2, self.seq_len // 2)))
         prompts = stacked(random_windows(text, BATCH, prompt_len, rng))
-        temperatures = torch.tensor([0.0, self._temperature]).repeat(BATCH // 2)
-        return continue_batch(prompts, self.seq_len, temperatures, seed=self._seed * 1_000_003 + number)
+        temperatures = torch.tensor([0.0, self._settings["temperature"]]).repeat(BATCH // 2)
+        return continue_batch(prompts, self.seq_len, temperatures, seed=seed * 1_000_003 + number)
 
 
 def sampled_through_vllm(wanted: str, model: str, text: list[Tokens], own: OwnText) -> bool:
@@ -162,7 +156,7 @@ def sampled_through_vllm(wanted: str, model: str, text: list[Tokens], own: OwnTe
             raise ValueError(f"generator is 'vllm', which cannot sample from {model!r}: {error}") from None
         print(f"transformers samples, because vLLM cannot: {error}", flush=True)
         return False
-    with sampler:
+    with contextlib.closing(sampler):
         own.make(text, "vllm", sampler.continue_windows)
     return True
 

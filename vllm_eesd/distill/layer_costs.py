@@ -5,10 +5,10 @@ Times are measured on the target's own modules with a KV cache.
 
 from __future__ import annotations
 
-import statistics
 import time
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import DynamicCache
@@ -75,19 +75,14 @@ def measure_costs(target: Target, longest_draft: int) -> LayerCosts:
     cache = DynamicCache(config=target.config)
     ids = torch.arange(context + longest_draft + 1, device=target.lm_head.weight.device) % target.config.vocab_size
     target.model(ids[None, :context], past_key_values=cache, use_cache=True, logits_to_keep=1)
-    single: list[list[float]] = []
-    verify_ms = []
-    for num_tokens in range(1, longest_draft + 2):
-        times = []
-        for repeat in range(REPEATS + WARM_UP):
-            cell = _time_step(target, ids[None, context : context + num_tokens], context, cache)
-            cache.crop(-num_tokens)
-            if repeat >= WARM_UP:
-                times.append(cell)
-        single = single or times
-        # Noise apart, more tokens never cost less.
-        verify_ms.append(max([statistics.median(map(sum, times)), *verify_ms[-1:]]))
-    per_part = [statistics.median(part) for part in zip(*single, strict=True)]
+    times = np.empty((longest_draft + 1, WARM_UP + REPEATS, target.config.num_hidden_layers + 1))
+    for drafted, repeat in np.ndindex(times.shape[:2]):
+        times[drafted, repeat] = _time_step(target, ids[None, context : context + drafted + 1], context, cache)
+        cache.crop(-drafted - 1)
+    times = times[:, WARM_UP:]
+    per_part = np.median(times[0], axis=0).tolist()
+    # Noise apart, more tokens never cost less.
+    verify_ms = np.maximum.accumulate(np.median(times.sum(axis=2), axis=1)).tolist()
     return LayerCosts(per_part[:-1], per_part[-1], verify_ms)
 
 
@@ -104,7 +99,7 @@ def _time_step(target: Target, ids: Tensor, context: int, cache: DynamicCache) -
         marks.append(_now(ids))
     target.lm_head(decoder.norm(hidden))
     marks.append(_now(ids))
-    spans = [1000 * (after - before) for before, after in zip(marks, marks[1:], strict=False)]
+    spans = 1000 * np.diff(marks)
     return [*spans[1:-1], spans[0] + spans[-1]]
 
 

@@ -34,13 +34,13 @@ def evaluate(target: Target, head: nn.Module, windows: Tensor, first: int = 0) -
     kl = overlap = agreed = 0.0
     num_first = num_rounds = 0
     leading = torch.zeros(depth, dtype=torch.float64)
-    for rows, target_logits, drafted_logits, starts in draft_passes(target, head, windows, first):
-        p, q = target_logits[:, starts].log_softmax(-1), drafted_logits[:, starts].log_softmax(-1)
+    for _, target_logits, drafted_logits, start in draft_passes(target, head, windows, first):
+        p, q = target_logits[:, start::depth].log_softmax(-1), drafted_logits[:, start::depth].log_softmax(-1)
         kl += _divergence(p, q)
         overlap += torch.minimum(p.exp(), q.exp()).sum(dtype=torch.float64).item()
-        match = (target_logits.argmax(-1) == drafted_logits.argmax(-1))[:, int(starts[0]) :]
+        match = (target_logits.argmax(-1) == drafted_logits.argmax(-1))[:, start:]
         agreed += match[:, ::depth].sum().item()
-        num_first += (rows.stop - rows.start) * len(starts)
+        num_first += p.shape[0] * p.shape[1]
         rounds = match[:, : match.shape[1] // depth * depth].unflatten(1, (-1, depth))
         leading += rounds.double().cumprod(-1).sum((0, 1)).cpu()
         num_rounds += rounds.shape[0] * rounds.shape[1]
@@ -56,23 +56,24 @@ def evaluate(target: Target, head: nn.Module, windows: Tensor, first: int = 0) -
 
 def draft_passes(
     target: Target, head: nn.Module, windows: Tensor, first: int
-) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
-    """Yield (which windows, target logits, draft logits, where rounds start).
+) -> Iterator[tuple[slice, Tensor, Tensor, int]]:
+    """Yield (which windows, target logits, draft logits, where the first round starts).
 
     A draft sees what was known when its round began: every position from `first` on begins a round in one pass of
-    each group of windows. Logits are [num_windows, seq_len, vocab_size].
+    each group of windows, where rounds are as long as the longest draft. Logits are [num_windows, seq_len, vocab_size].
     """
     device, seq_len = target.lm_head.weight.device, windows.shape[1]
     depth = min(LONGEST_DRAFT, seq_len - first)
+    positions = torch.arange(seq_len, device=device)
     at_once = max(1, CHUNK_LOGITS // (seq_len * target.config.vocab_size))
     for row in range(0, len(windows), at_once):
         rows = slice(row, min(row + at_once, len(windows)))
         exit_hidden, target_hidden, rotary = target(windows[rows].to(device))
         target_logits = target.lm_head(target_hidden)
-        for phase in range(depth):
-            starts = torch.arange(first + phase, seq_len, depth, device=device)
-            draft_hidden = head(exit_hidden, target_hidden, rotary, _block_starts(starts, seq_len))
-            yield rows, target_logits, draft_logits(target.lm_head, head, draft_hidden), starts
+        for start in range(first, first + depth):
+            block_starts = torch.where(positions < start, 0, positions - (positions - start) % depth)
+            draft_hidden = head(exit_hidden, target_hidden, rotary, block_starts)
+            yield rows, target_logits, draft_logits(target.lm_head, head, draft_hidden), start
 
 
 def _divergence(p: Tensor, q: Tensor) -> float:
@@ -83,12 +84,4 @@ def _divergence(p: Tensor, q: Tensor) -> float:
     """
     if (unsaid := q.isneginf()).any():
         p = p.masked_fill(unsaid, -torch.inf).log_softmax(-1)
-        return (p.exp() * (p - q)).masked_fill(unsaid, 0.0).sum(dtype=torch.float64).item()
-    return (p.exp() * (p - q)).sum(dtype=torch.float64).item()
-
-
-def _block_starts(starts: Tensor, seq_len: int) -> Tensor:
-    """Return for each position the last start at or before it, [seq_len] int64; 0 before the first."""
-    positions = torch.arange(seq_len, device=starts.device)
-    index = torch.searchsorted(starts, positions, right=True) - 1
-    return torch.where(index >= 0, starts[index.clamp(min=0)], 0)
+    return (p.exp() * (p - q)).masked_fill(unsaid, 0.0).sum(dtype=torch.float64).item()

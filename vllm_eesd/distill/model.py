@@ -17,6 +17,9 @@ from vllm_eesd.distill.vocabulary import restrict
 from vllm_eesd.exit_head.checkpoint import ExitHeadConfig, Prior, read_tensors
 from vllm_eesd.exit_head.draft_vocabulary import D2T_NAME, token_ids_of
 
+# Cosine and sine of each position, [1, seq_len, head_dim] each.
+Rotary = tuple[Tensor, Tensor]
+
 
 class Target(nn.Module):
     """The target, frozen; forward stops nowhere but also returns what enters the exit layer."""
@@ -36,7 +39,7 @@ class Target(nn.Module):
         """A number that another target's weights do not have."""
         return round(self.model.model.norm.weight.double().sum().item(), 6)
 
-    def forward(self, ids: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
+    def forward(self, ids: Tensor) -> tuple[Tensor, Tensor, Rotary]:
         """Return (hidden state entering layer N, normed output, rotary cos and sin).
 
         Args:
@@ -77,19 +80,15 @@ class ExitHead(nn.Module):
         self.layer = layer
         self.norm = copy.deepcopy(norm).requires_grad_(True)
 
-    def forward(
-        self, exit_hidden: Tensor, target_hidden: Tensor, rotary: tuple[Tensor, Tensor], block_starts: Tensor
-    ) -> Tensor:
+    def forward(self, exit_hidden: Tensor, target_hidden: Tensor, rotary: Rotary, block_starts: Tensor) -> Tensor:
         """Return the normed hidden state the LM head reads, [num_windows, seq_len, hidden_size].
 
         Args:
             exit_hidden: [num_windows, seq_len, hidden_size] entering the target's layer N.
             target_hidden: [num_windows, seq_len, hidden_size] the target's normed output; only deep context reads it.
-            rotary: cos and sin, [1, seq_len, head_dim] each.
             block_starts: [seq_len] int64, for each position where its draft block starts: the position of the bonus
                 token, up to which the target's own output is known; only deep context reads it.
         """
-        del target_hidden, block_starts
         return self.norm(self.layer(exit_hidden, attention_mask=None, position_embeddings=rotary))
 
 
@@ -104,11 +103,8 @@ class MlpHead(nn.Module):
         self.norm = copy.deepcopy(norm).requires_grad_(True)
         self._share = getattr(layer, "residual_multiplier", 1.0)  # Granite has one
 
-    def forward(
-        self, exit_hidden: Tensor, target_hidden: Tensor, rotary: tuple[Tensor, Tensor], block_starts: Tensor
-    ) -> Tensor:
+    def forward(self, exit_hidden: Tensor, target_hidden: Tensor, rotary: Rotary, block_starts: Tensor) -> Tensor:
         """Return the normed hidden state; see `ExitHead.forward`."""
-        del target_hidden, rotary, block_starts
         return self.norm(exit_hidden + self.mlp(self.input_norm(exit_hidden)) * self._share)
 
 
@@ -119,14 +115,10 @@ class HeadlessHead(nn.Module):
 
     def __init__(self, layer: nn.Module, norm: nn.Module) -> None:
         super().__init__()
-        del layer
         self._norm = (norm,)  # a tuple hides the target's weights from this module's
 
-    def forward(
-        self, exit_hidden: Tensor, target_hidden: Tensor, rotary: tuple[Tensor, Tensor], block_starts: Tensor
-    ) -> Tensor:
+    def forward(self, exit_hidden: Tensor, target_hidden: Tensor, rotary: Rotary, block_starts: Tensor) -> Tensor:
         """Return the normed hidden state; see `ExitHead.forward`."""
-        del target_hidden, rotary, block_starts
         return self._norm[0](exit_hidden)
 
 
@@ -155,9 +147,7 @@ class DeepContextHead(ExitHead):
         super().__init__(layer, norm)
         self.deep = DeepContext(self.layer.self_attn, norm.weight.numel())
 
-    def forward(
-        self, exit_hidden: Tensor, target_hidden: Tensor, rotary: tuple[Tensor, Tensor], block_starts: Tensor
-    ) -> Tensor:
+    def forward(self, exit_hidden: Tensor, target_hidden: Tensor, rotary: Rotary, block_starts: Tensor) -> Tensor:
         produced_bonus = target_hidden[:, (block_starts - 1).clamp(min=0)] * (block_starts > 0)[None, :, None]
         hidden = exit_hidden + self.deep.inject(produced_bonus)
         share = getattr(self.layer, "residual_multiplier", 1.0)  # Granite has one
@@ -165,9 +155,7 @@ class DeepContextHead(ExitHead):
         hidden = hidden + attended * share
         return self.norm(hidden + self.layer.mlp(self.layer.post_attention_layernorm(hidden)) * share)
 
-    def _attend(
-        self, hidden: Tensor, target_hidden: Tensor, rotary: tuple[Tensor, Tensor], block_starts: Tensor
-    ) -> Tensor:
+    def _attend(self, hidden: Tensor, target_hidden: Tensor, rotary: Rotary, block_starts: Tensor) -> Tensor:
         attention = self.layer.self_attn
         query = _heads(attention.q_proj(hidden), attention.head_dim, getattr(attention, "q_norm", None))
         k_norm = getattr(attention, "k_norm", None)
@@ -210,17 +198,14 @@ def _heads(projected: Tensor, head_dim: int, norm: nn.Module | None = None) -> T
 HEAD_CLASSES = {head.head_type: head for head in (HeadlessHead, ExitHead, DeepContextHead, MlpHead)}
 
 
-def load_target(name_or_path: str, exit_layer: int | None, device: str) -> Target:
+def load_target(name_or_path: str, exit_layer: int, device: str) -> Target:
     """Return the target in float32.
 
-    Args:
-        exit_layer: None takes a sixth of the layers.
     Raises:
         ValueError: no such model, an unsupported kind of it, pickled weights, or exit_layer out of range.
     """
     config = read_config(name_or_path)
     num_layers = config.num_hidden_layers
-    exit_layer = max(1, num_layers // 6) if exit_layer is None else exit_layer
     if not 1 <= exit_layer < num_layers:
         raise ValueError(
             f"exit_layer is {exit_layer}, must be 1 to {num_layers - 1}: the target has {num_layers} layers"

@@ -9,13 +9,12 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from vllm_eesd.files import replacing
+from vllm_eesd.files import write_whole
 
 
 def write_json(path: str | os.PathLike, outcome: dict[str, Any]) -> None:
     """Write `outcome` to `path` in one step; its directory is made if missing."""
-    with replacing(path) as file:
-        file.write_text(json.dumps(outcome, indent=1) + "\n", encoding="utf-8")
+    write_whole(path, json.dumps(outcome, indent=1) + "\n")
 
 
 def check_writable(directory: str | os.PathLike, num_bytes: int, field: str) -> None:

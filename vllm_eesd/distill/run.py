@@ -131,7 +131,9 @@ def _write(config: DistillConfig, target: Target, head: nn.Module, outcome: dict
     """Write the head in the target's dtype, and say what comes next."""
     after, dtype, token_ids = outcome["after"], saved_dtype(config.model), draft_token_ids(head)
     print(_describe("after", after), flush=True)
-    prior = _prior(after.get("greedy", after["text"])["agreement"])
+    agreement = after.get("greedy", after["text"])["agreement"]
+    alpha = min(max(agreement, 0.05), 0.95) * PRIOR_OBSERVATIONS
+    prior = Prior(alpha=round(alpha, 3), beta=round(PRIOR_OBSERVATIONS - alpha, 3))
     tensors = {name: t.to(dtype) if t.is_floating_point() else t for name, t in head.state_dict().items()}
     draft_vocab_size = None if token_ids is None else len(token_ids)
     write_head(config.output, head_config(target, config.model, head.head_type, prior, draft_vocab_size), tensors)
@@ -257,8 +259,3 @@ def _describe(when: str, measured: dict[str, dict[str, Any]]) -> str:
         for name, m in measured.items()
     ]
     return f"{when}, held out; " + "; ".join(parts)
-
-
-def _prior(agreement: float) -> Prior:
-    accepted = min(max(agreement, 0.05), 0.95) * PRIOR_OBSERVATIONS
-    return Prior(alpha=round(accepted, 3), beta=round(PRIOR_OBSERVATIONS - accepted, 3))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,20 +54,12 @@ def text_files(name: str | os.PathLike) -> list[Path]:
             raise ValueError(f"data: {name}: neither a file nor an available data set ({reason:.160})") from None
     if not path.is_dir():
         return [path]  # the reader says what is wrong with it
-    files = sorted(file for file in _visible_files(path) if file.suffix in TEXT_SUFFIXES and _holds_something(file))
+    texts = (file for file in path.rglob("*") if file.suffix in TEXT_SUFFIXES and file.is_file())
+    visible = (file for file in texts if not any(part.startswith(".") for part in file.relative_to(path).parts))
+    files = sorted(file for file in visible if file.stat().st_size > 0)
     if not files:
         raise ValueError(f"data: {name}: no text in it; a file's name must end in {', '.join(sorted(TEXT_SUFFIXES))}")
     return files
-
-
-def _visible_files(directory: Path) -> Iterator[Path]:
-    for folder, folders, names in os.walk(directory):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        yield from (Path(folder) / name for name in names if not name.startswith("."))
-
-
-def _holds_something(file: Path) -> bool:
-    return file.is_file() and file.stat().st_size > 0
 
 
 def read_text(model: str, config: Any, names: Sequence[str | os.PathLike], at_least: int) -> list[Tokens]:
@@ -103,9 +95,6 @@ def measuring_windows(
 def own_text(target: Target, count: int, seq_len: int) -> Tensor:
     """Return [count, seq_len] int64 sampled by the target from its own first token, at temperature 1."""
     first = next((i for i in (target.config.bos_token_id, target.config.eos_token_id) if isinstance(i, int)), 0)
-    windows = []
-    for done in range(0, count, BATCH):
-        rows = min(BATCH, count - done)
-        prompts = torch.full((rows, 1), first)
-        windows.append(continue_windows(target, prompts, seq_len, torch.ones(rows), seed=done))
-    return torch.cat(windows)
+    prompts = enumerate(torch.full((count, 1), first).split(BATCH))
+    some = [continue_windows(target, rows, seq_len, torch.ones(len(rows)), seed=i * BATCH) for i, rows in prompts]
+    return torch.cat(some)

@@ -21,8 +21,8 @@ from vllm_eesd.distill.config import TrainConfig
 from vllm_eesd.distill.data import TokenData
 from vllm_eesd.distill.losses import build_loss, distillation_loss
 from vllm_eesd.distill.model import Target
-from vllm_eesd.distill.state import identity, resume, save
 from vllm_eesd.distill.vocabulary import draft_token_ids
+from vllm_eesd.files import replacing
 
 # A warm start needs only a short warm-up: it keeps the first, badly scaled steps small.
 WARMUP_STEPS = 30
@@ -30,6 +30,8 @@ WARMUP_STEPS = 30
 DEFAULT_LR = 0.14
 FINAL_LR_SHARE = 0.01
 SAVE_EVERY_S = 120
+# May differ between the parts of one run: how far it goes, and how a step is computed.
+FREE_FIELDS = {"steps", "minutes", "compile", "accumulate"}
 
 
 def train(
@@ -51,66 +53,37 @@ def train(
         ValueError: the checkpoint belongs to another run.
     """
     lr = DEFAULT_LR / math.sqrt(target.config.hidden_size) if config.lr is None else config.lr
-    optimizers, this_run = _make_optimizers(head, lr), identity(config, target)
-    run = _begin(checkpoint, head, optimizers, this_run)
+    optimizers, this_run = _make_optimizers(head, lr), _identity(config, target)
+    run = _resume(checkpoint, head, optimizers, this_run)
     processes.wait()
-    keep = partial(save, checkpoint if processes.is_first() else None, head, optimizers, run, this_run)
+    keep = partial(_save, checkpoint if processes.is_first() else None, head, optimizers, run, this_run)
     gradients = _gradients_of(target, head, config)
+    limit_s = math.inf if config.minutes is None else 60 * config.minutes
     began, saved_at, whole_step = time.monotonic() - run["elapsed_s"], time.monotonic(), True
     shown = {"desc": "distilling", "unit": "step", "disable": not processes.is_first()}
-    progress = tqdm(total=config.steps, initial=run["step"], **shown)
-    try:
-        while run["step"] < config.steps and not _out_of_time(config, run):
-            loss = gradients(*_batch(data, config, run["step"]))
-            torch.nn.utils.clip_grad_norm_(head.parameters(), 1.0)
-            whole_step = False
-            _update(optimizers, lr * learning_rate_scale(run["step"], run["elapsed_s"], config))
-            run["step"] += 1
-            run["elapsed_s"] = processes.agree(time.monotonic() - began)
-            run["losses"].append(round(loss, 5))
-            whole_step = True
-            _show(progress, run)
-            if on_step is not None:
-                on_step(run["step"], run["losses"][-1])
-            if time.monotonic() - saved_at > SAVE_EVERY_S:
+    with tqdm(total=config.steps, initial=run["step"], **shown) as progress:
+        try:
+            while run["step"] < config.steps and run["elapsed_s"] < limit_s:
+                ids = data.batch_at(run["step"], config.batch, config.seq_len, config.seed)
+                loss = gradients(ids, random_block_starts(config.seq_len, (config.seed, run["step"], 1)))
+                torch.nn.utils.clip_grad_norm_(head.parameters(), 1.0)
+                whole_step = False
+                _update(optimizers, lr * learning_rate_scale(run["step"], run["elapsed_s"], config))
+                run["step"] += 1
+                run["elapsed_s"] = processes.agree(time.monotonic() - began)
+                run["losses"].append(round(loss, 5))
+                whole_step = True
+                progress.update()
+                progress.set_postfix(loss=f"{statistics.fmean(run['losses'][-20:]):.4f}", refresh=False)
+                if on_step is not None:
+                    on_step(run["step"], run["losses"][-1])
+                if time.monotonic() - saved_at > SAVE_EVERY_S:
+                    keep()
+                    saved_at = time.monotonic()
+        finally:
+            # Also when interrupted, unless within a step: half of one would make the resumed run another one.
+            if whole_step:
                 keep()
-                saved_at = time.monotonic()
-    finally:
-        progress.close()
-        # Also when interrupted, unless within a step: half of one would make the resumed run another one.
-        if whole_step:
-            keep()
-    return _record(run, config)
-
-
-def _begin(checkpoint: Path | None, head: nn.Module, optimizers: list, this_run: dict[str, Any]) -> dict[str, Any]:
-    """Return the counters of the run: the checkpoint's if there is one, else a new run's."""
-    if checkpoint is not None and checkpoint.exists():
-        return resume(checkpoint, head, optimizers, this_run)
-    return {"step": 0, "elapsed_s": 0.0, "losses": []}
-
-
-def _batch(data: TokenData, config: TrainConfig, step: int) -> tuple[Tensor, Tensor]:
-    """Return a step's token ids and the starts of its draft blocks."""
-    ids = data.batch_at(step, config.batch, config.seq_len, config.seed)
-    return ids, random_block_starts(config.seq_len, (config.seed, step, 1))
-
-
-def _show(progress: tqdm, run: dict[str, Any]) -> None:
-    progress.update()
-    progress.set_postfix(loss=f"{statistics.fmean(run['losses'][-20:]):.4f}", refresh=False)
-
-
-def _update(optimizers: list[torch.optim.Optimizer], lr: float) -> None:
-    """Take one step of every optimizer, at this learning rate, and forget the gradients."""
-    for optimizer in optimizers:
-        optimizer.param_groups[0]["lr"] = lr
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-
-
-def _record(run: dict[str, Any], config: TrainConfig) -> dict[str, Any]:
-    """Return what `train` does."""
     tokens = run["step"] * config.batch * config.seq_len
     return {
         "steps": run["step"],
@@ -119,6 +92,62 @@ def _record(run: dict[str, Any], config: TrainConfig) -> dict[str, Any]:
         "tokens_per_s": tokens / max(run["elapsed_s"], 1e-9),
         "losses": run["losses"],
     }
+
+
+def _identity(config: TrainConfig, target: Target) -> dict[str, Any]:
+    """Return what must be the same for a checkpoint to be of this run."""
+    fields = config.model_dump(include=TrainConfig.model_fields.keys() - FREE_FIELDS)
+    return fields | {"exit_layer": target.exit_layer, "target_weights": target.fingerprint}
+
+
+def _save(
+    checkpoint: Path | None,
+    head: nn.Module,
+    optimizers: list[torch.optim.Optimizer],
+    run: dict[str, Any],
+    run_identity: dict[str, Any],
+) -> None:
+    """Write what `_resume` needs, in one step; None writes nothing."""
+    if checkpoint is None:
+        return
+    states = [optimizer.state_dict() for optimizer in optimizers]
+    with replacing(checkpoint) as file:
+        torch.save({"head": head.state_dict(), "optimizers": states, "identity": run_identity, "run": run}, file)
+
+
+def _resume(
+    checkpoint: Path | None, head: nn.Module, optimizers: list[torch.optim.Optimizer], run_identity: dict[str, Any]
+) -> dict[str, Any]:
+    """Load a checkpoint, if there is one, into the head and the optimizers and return the run's counters.
+
+    Raises:
+        ValueError: it is damaged, or of another run.
+    """
+    if checkpoint is None or not checkpoint.exists():
+        return {"step": 0, "elapsed_s": 0.0, "losses": []}
+    try:
+        state = torch.load(checkpoint, map_location="cpu", weights_only=True)
+        saved, run = state["identity"], state["run"]
+    except Exception as error:  # torch.load raises many kinds for a damaged file
+        reason = " ".join(str(error).split())[:120]
+        raise ValueError(f"work: {checkpoint} is damaged ({reason}); remove it to start again") from None
+    for field, value in run_identity.items():
+        if saved.get(field) != value:
+            raise ValueError(
+                f"work: {checkpoint} has {field} {saved.get(field)!r}, this run {value!r}; use another --work"
+            )
+    head.load_state_dict(state["head"])
+    for optimizer, saved_state in zip(optimizers, state["optimizers"], strict=True):
+        optimizer.load_state_dict(saved_state)
+    return run
+
+
+def _update(optimizers: list[torch.optim.Optimizer], lr: float) -> None:
+    """Take one step of every optimizer, at this learning rate, and forget the gradients."""
+    for optimizer in optimizers:
+        optimizer.param_groups[0]["lr"] = lr
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
 
 
 def _gradients_of(target: Target, head: nn.Module, config: TrainConfig) -> Callable[[Tensor, Tensor], float]:
@@ -186,7 +215,3 @@ def _make_optimizers(head: nn.Module, lr: float) -> list[torch.optim.Optimizer]:
         torch.optim.Muon(matrices, lr=lr, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
         torch.optim.AdamW(others, lr=lr, betas=(0.9, 0.95), weight_decay=0.0),
     ]
-
-
-def _out_of_time(config: TrainConfig, run: dict[str, Any]) -> bool:
-    return config.minutes is not None and run["elapsed_s"] >= 60 * config.minutes

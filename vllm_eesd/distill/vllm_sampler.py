@@ -15,7 +15,7 @@ import sys
 import tempfile
 import threading
 from importlib.util import find_spec
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,7 +39,7 @@ START_LIMIT_S = 1800.0
 
 
 class VllmSampler:
-    """A running vLLM engine; a context manager.
+    """A running vLLM engine, until it is closed.
 
     Args:
         model: the target, a directory or a Hub id.
@@ -90,12 +90,6 @@ class VllmSampler:
         for stream in (self._process.stdin, self._process.stdout, self._log):
             with contextlib.suppress(BrokenPipeError):  # what it did not read any more
                 stream.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self.close()
 
     def _read(self) -> dict[str, Any]:
         line = self._process.stdout.readline()

@@ -14,15 +14,11 @@ HEAD_NORM_TYPES = {"qwen3", "qwen3_moe"}
 EXPERT_TYPES = {"qwen3_moe"}
 
 
-class Target(Protocol):
-    hidden_size: int
-
-
 class Head(Protocol):
     """What shapes depend on, of `vllm_eesd.exit_head.config.ExitHeadConfig`."""
 
     head_type: str
-    verifier: Target
+    verifier: Any
     transformer_layer_config: dict[str, Any]
     draft_vocab_size: int | None
 
