@@ -17,7 +17,15 @@ from typing import NamedTuple
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from vllm_eesd.kernels.gpu import choose_tokens, exit_head, kv_fill, ngram, rejection, rejection_statistics
+from vllm_eesd.kernels.gpu import (
+    choose_tokens,
+    draft_inputs,
+    exit_head,
+    kv_fill,
+    ngram,
+    rejection,
+    rejection_statistics,
+)
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "kernels.md"
@@ -27,10 +35,13 @@ CUOBJDUMP = Path(triton.backends.__file__).parent / "nvidia" / "bin" / "cuobjdum
 
 # Element types of the arguments that do not depend on the model's.
 POINTERS = {
-    "fp32": "temperature maxima sums top1_prob blocks refused local_score k_scale v_scale",
+    "fp32": "temperature maxima sums top1_prob blocks refused local_score k_scale v_scale "
+    "draft_confidences confidences",
     "i1": "taken",
-    "i32": "cu_num_logits argmax arrived num_sampled local_token columns best texts num_tokens found",
-    "i64": "d2t seeds positions token_ids idx_mapping draft_sampled sampled slot_mapping drafts draft_tokens",
+    "i32": "cu_num_logits argmax arrived num_sampled local_token columns best texts num_tokens found "
+    "input_ids seq_lens query_start_loc target_seq_lens target_query_start_loc num_rejected num_blocks",
+    "i64": "d2t seeds positions token_ids idx_mapping draft_sampled sampled slot_mapping drafts draft_tokens "
+    "position_limit last_rows target_idx_mapping last_sampled tokens",
 }
 TYPE_OF = {f"{name}_ptr": "*" + kind for kind, names in POINTERS.items() for name in names.split()}
 
@@ -133,8 +144,15 @@ def ngram_cases() -> list[Case]:
     return cases
 
 
+def draft_input_cases() -> list[Case]:
+    """The inputs of a round, and of its next draft step."""
+    rows, types = {"ROWS": draft_inputs.ROWS}, {"columns_ptr": "*i64"}
+    names = ("prepare", draft_inputs._prepare_kernel), ("advance", draft_inputs._advance_kernel)
+    return [Case(f"draft inputs {name}", kernel, "fp32", rows, types=types) for name, kernel in names]
+
+
 def all_cases() -> list[Case]:
-    return exit_head_cases() + rejection_cases() + kv_fill_cases() + ngram_cases()
+    return exit_head_cases() + rejection_cases() + kv_fill_cases() + ngram_cases() + draft_input_cases()
 
 
 def takes(case: Case, capability: int) -> bool:

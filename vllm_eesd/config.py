@@ -33,7 +33,7 @@ class EESDConfig(BaseModel):
         ge=1,
         le=MAX_SPECULATIVE_TOKENS,
         description="the longest draft, in tokens; the policy may stop earlier. None takes LONGEST_COPY where the "
-        "policy may copy n-gram continuations, else LONGEST_DRAFT",
+        "policy may copy n-gram continuations on Model Runner V1, else LONGEST_DRAFT",
     )
     policy: PolicyName = Field("goodput", description="how the draft length is chosen, see `vllm_eesd.policy`")
     policy_args: dict[str, Any] = Field(

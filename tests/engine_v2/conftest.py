@@ -128,7 +128,7 @@ def corrupted_drafts(monkeypatch):
     generator, right = np.random.default_rng(3), EarlyExitSpeculator._draft
 
     def draft(self, num_reqs, *args, **kwargs):
-        column = int(self._column)
+        column = int(self._inputs.columns[0])
         right(self, num_reqs, *args, **kwargs)
         wrong = torch.from_numpy(generator.random(num_reqs) < 0.25).to(self.device)
         tokens = self.draft_tokens[:num_reqs, column]

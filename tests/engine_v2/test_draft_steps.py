@@ -58,20 +58,23 @@ def drafting(modules, monkeypatch):
     self.vllm_config, self.draft_logits, self._graphs = None, None, None
     self.supports_decode_metadata_update, self._kv_group = False, 0
     self.model = Model()
-    self.input_buffers = SimpleNamespace(
+    self.idx_mapping = torch.zeros(MAX_REQS, dtype=torch.int64)
+    self._inputs = self.input_buffers = modules.steps.DraftInputs(
         input_ids=torch.zeros(8, dtype=torch.int32),
         positions=torch.zeros(8, dtype=torch.int64),
         seq_lens=torch.full((MAX_REQS,), 99, dtype=torch.int32),
         query_start_loc=torch.zeros(MAX_REQS + 1, dtype=torch.int32),
+        idx_mapping=self.idx_mapping,
+        position_limit=torch.zeros(MAX_REQS, dtype=torch.int64),
+        columns=torch.zeros(MAX_REQS, dtype=torch.int64),
+        last_rows=torch.zeros(MAX_REQS, dtype=torch.int64),
     )
+    self._no_blocks = torch.zeros(MAX_REQS, dtype=torch.int32)
     num_blocks = torch.tensor([[2, 5, 5, 5]], dtype=torch.int32)
     self.block_tables = SimpleNamespace(num_blocks=SimpleNamespace(gpu=num_blocks), block_sizes=[BLOCK_SIZE])
-    self.idx_mapping = torch.zeros(MAX_REQS, dtype=torch.int64)
     self.draft_tokens = torch.zeros(MAX_REQS, K, dtype=torch.int64)
     self.draft_token_confidence_probs = torch.zeros(MAX_REQS, K)
-    self._column = torch.zeros(1, dtype=torch.int64)
-    self._position_limit = torch.zeros(MAX_REQS, dtype=torch.int64)
-    self._arange = torch.arange(MAX_REQS + 1, dtype=torch.int32)
+    self._drafts = modules.steps.Drafts(self.draft_tokens, self.draft_token_confidence_probs)
     self._round_context = None
     return self
 
@@ -93,7 +96,7 @@ def prepare(drafting, idx_mapping, seq_lens, num_sampled, num_rejected):
     sampled = torch.tensor(num_sampled, dtype=torch.int32)
     step = TargetStep(batch, torch.zeros(8, 2), sampled, rejected, last_sampled)
     with NoWaiting():
-        drafting._prepare(step)
+        drafting._prepare(step, None, None)
 
 
 def test_a_round_starts_at_the_bonus_token_and_writes_only_its_own_blocks(drafting):
@@ -128,7 +131,7 @@ def test_dummy_rows_write_nothing(drafting):
     for _ in range(K):
         drafting._draft(2, 2, None, None, None, None)
     assert drafting.idx_mapping.tolist() == [-1] * MAX_REQS
-    assert drafting._column.tolist() == [0]  # and capturing any number of steps stays inside the drafts
+    assert drafting._inputs.columns[:2].tolist() == [0, 0]  # and capturing any number of steps stays inside the drafts
 
 
 def test_memory_is_profiled_before_there_is_a_kv_cache(modules, drafting):

@@ -165,7 +165,7 @@ def check_plants(llm, speculator, generate, expected):
     def counting_in_python(self, *args, **kwargs):
         right(self, *args, **kwargs)
         steps[0] = (steps[0] + 1) % K
-        self._column.fill_(steps[0])  # a Python number, which a graph keeps
+        self._inputs.columns.fill_(steps[0])  # a Python number, which a graph keeps
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(EarlyExitSpeculator, "_draft", counting_in_python)
@@ -175,16 +175,18 @@ def check_plants(llm, speculator, generate, expected):
     recapture(speculator)
     answers, drafted, accepted = outcome(llm, generate)
     assert answers == expected and 0 < accepted == drafted
-    buffers = speculator.input_buffers
+    buffers, inputs = speculator.input_buffers, speculator._inputs
     for name in ("input_ids", "positions"):
         here = getattr(buffers, name)
         setattr(buffers, name, here.clone())  # a buffer that moves: the graph's stays behind
+        speculator._inputs = inputs._replace(**{name: getattr(buffers, name)})
         answers, drafted, accepted = outcome(llm, generate)
         assert answers == expected and accepted < drafted, name
         setattr(buffers, name, here)
+        speculator._inputs = inputs
 
     def reading(self, *args, **kwargs):
-        return int(self._column)
+        return int(self._inputs.columns[0])
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError, match="reads the device's values"):
         patch.setattr(EarlyExitSpeculator, "_draft", reading)

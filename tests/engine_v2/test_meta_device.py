@@ -9,8 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
+from vllm_eesd.kernels.cpu import draft_inputs as reference
 
 MAX_REQS, K, NUM_REQS, HIDDEN_SIZE, VOCAB_SIZE = 4, 3, 3, 16, 32
 META = torch.device("meta")
@@ -58,20 +59,28 @@ def drafting(request, steps, monkeypatch):
     self.vllm_config, self._graphs, self.supports_decode_metadata_update = None, None, False
     self.model, self._kv_group, self.use_fp64_gumbel = model, 0, False
     empty = {"device": META, "dtype": torch.int64}
-    self.input_buffers = SimpleNamespace(
-        input_ids=torch.zeros(8, device=META, dtype=torch.int32),
+    ints = {"device": META, "dtype": torch.int32}
+    self.idx_mapping, self.seeds = torch.zeros(MAX_REQS, **empty), torch.zeros(MAX_REQS, **empty)
+    self._inputs = self.input_buffers = steps.DraftInputs(
+        input_ids=torch.zeros(8, **ints),
         positions=torch.zeros(8, **empty),
-        seq_lens=torch.zeros(MAX_REQS, device=META, dtype=torch.int32),
-        query_start_loc=torch.zeros(MAX_REQS + 1, device=META, dtype=torch.int32),
+        seq_lens=torch.zeros(MAX_REQS, **ints),
+        query_start_loc=torch.zeros(MAX_REQS + 1, **ints),
+        idx_mapping=self.idx_mapping,
+        position_limit=torch.zeros(MAX_REQS, **empty),
+        columns=torch.zeros(MAX_REQS, **empty),
+        last_rows=torch.zeros(MAX_REQS, **empty),
     )
+    self._no_blocks = torch.zeros(MAX_REQS, **ints)
     num_blocks = torch.zeros(1, MAX_REQS, device=META, dtype=torch.int32)
     self.block_tables = SimpleNamespace(num_blocks=SimpleNamespace(gpu=num_blocks), block_sizes=[4])
-    self.idx_mapping, self.seeds = torch.zeros(MAX_REQS, **empty), torch.zeros(MAX_REQS, **empty)
     self.temperature = torch.zeros(MAX_REQS, device=META)
     self.draft_tokens = torch.zeros(MAX_REQS, K, **empty)
     self.draft_token_confidence_probs = torch.zeros(MAX_REQS, K, device=META)
-    self._column, self._position_limit = torch.zeros(1, **empty), torch.zeros(MAX_REQS, **empty)
-    self._arange = torch.arange(MAX_REQS + 1, device=META, dtype=torch.int32)
+    self._drafts = steps.Drafts(self.draft_tokens, self.draft_token_confidence_probs)
+    # What the kernels do, as operators: a kernel is given these tensors and a few numbers, and no others.
+    for name in ("prepare_draft_inputs", "advance_draft_inputs"):
+        monkeypatch.setattr(steps, name, getattr(reference, name))
     deep = request.param == "deep_context"
     self._round_context = torch.zeros(MAX_REQS, HIDDEN_SIZE, device=META) if deep else None
     self.draft_logits = None
@@ -81,7 +90,7 @@ def drafting(request, steps, monkeypatch):
     return self
 
 
-def run_a_round(drafting, steps):
+def run_a_round(drafting, steps, mode=None):
     """All that a round does to the device, but for the model and the attention's metadata."""
     ints = {"device": META, "dtype": torch.int32}
     batch = SimpleNamespace(
@@ -94,10 +103,9 @@ def run_a_round(drafting, steps):
     counts = torch.zeros(NUM_REQS, **ints), torch.zeros(NUM_REQS, **ints)
     step = steps.TargetStep(batch, torch.zeros(8, HIDDEN_SIZE, device=META), *counts, last_sampled)
     temperature, seeds = torch.zeros_like(drafting.temperature), torch.zeros_like(drafting.seeds)
-    with torch.inference_mode(), OnlyMeta():
+    with torch.inference_mode(), mode or OnlyMeta():
         for dummy_run in (False, True):
-            drafting._copy_request_inputs(NUM_REQS, batch.idx_mapping, temperature, seeds, dummy_run=dummy_run)
-            drafting._prepare(step)
+            drafting._prepare(step, temperature, seeds, dummy_run)
             for num_tokens in (NUM_REQS, MAX_REQS):  # as many as there are requests, and a graph's padded batch
                 drafting._draft(num_tokens, num_tokens, None, None, None, None)
 
@@ -106,8 +114,61 @@ def test_a_round_needs_no_value_on_the_host_and_nothing_of_the_host(drafting, st
     run_a_round(drafting, steps)
 
 
+class Launches(TorchDispatchMode):
+    """Counts operators that launch something: neither views nor the reserving of memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.launched = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        if not function.is_view and "empty" not in function.overloadpacket.__name__:
+            self.launched.append(function.overloadpacket.__name__)
+        return result
+
+
+def test_launches_outside_the_models_own(drafting, steps, monkeypatch, request):
+    """The goal is six a round and three a draft step; a kernel counts as one."""
+    head = request.node.callspec.params["drafting"]
+    launches = Launches()
+
+    def alone(function, name=None):
+        def call(*args, **kwargs):
+            if name:
+                launches.launched.append(name)
+            with _disable_current_modes():
+                return function(*args, **kwargs)
+
+        return call
+
+    counted_model = alone(model)
+    counted_model.round_context, counted_model.whole_logits = alone(model.round_context), model.whole_logits
+    drafting.model = counted_model
+    for name in ("prepare_draft_inputs", "advance_draft_inputs", "gumbel_sample"):
+        monkeypatch.setattr(steps, name, alone(getattr(steps, name), name))
+    monkeypatch.setattr(type(drafting), "_prepare", noting(type(drafting)._prepare, launches, "round"))
+    monkeypatch.setattr(type(drafting), "_draft", noting(type(drafting)._draft, launches, "step"))
+    run_a_round(drafting, steps, launches)
+    rounds = " ".join(launches.launched).split("round ")[1:]
+    prepared, *drafted = rounds[0].split("step ")
+    samples = ["gumbel_sample"] if head == "probabilistic" else []
+    assert all(step.split() == [*samples, "advance_draft_inputs"] for step in drafted)
+    first = {"one head": [], "deep_context": [], "probabilistic": ["copy_", "copy_"]}[head]
+    last = ["index", "copy_"] if head == "deep_context" else []
+    assert prepared.split() == [*first, "prepare_draft_inputs", *last]
+
+
+def noting(original, launches, what):
+    def call(*args, **kwargs):
+        launches.launched.append(what)
+        return original(*args, **kwargs)
+
+    return call
+
+
 PLANTS = {
-    "item": (lambda self: self._column.item(), "meta"),
+    "item": (lambda self: self._inputs.columns[0].item(), "meta"),
     "bool": (lambda self: bool(self.idx_mapping[0] < 0), "meta"),
     "tolist": (lambda self: self.input_buffers.seq_lens.tolist(), "meta"),
     "mask": (lambda self: self.idx_mapping[self.idx_mapping >= 0], "meta"),
@@ -118,7 +179,7 @@ PLANTS = {
 
 
 @pytest.mark.parametrize("drafting", ["one head"], indirect=True)
-@pytest.mark.parametrize("place", ["_copy_request_inputs", "_prepare", "_draft"])
+@pytest.mark.parametrize("place", ["_prepare", "_draft"])
 @pytest.mark.parametrize("plant", PLANTS)
 def test_a_planted_one_is_noticed(drafting, steps, monkeypatch, plant, place):
     does, says = PLANTS[plant]

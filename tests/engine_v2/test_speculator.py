@@ -37,7 +37,7 @@ def speculator(v2):
     steps = {"num_steps": property(lambda rounds: self.wanted)}
     self.rounds = type("", (), {"round_trace": None} | no_ngrams | steps)()
     self.rounds.begin = begin
-    for name in ("_copy_request_inputs", "_prepare", "_without_adapters", "_run_round"):
+    for name in ("_prepare", "_without_adapters", "_run_round"):
         setattr(self, name, lambda *args, name=name, **kwargs: calls.append(name))
     self._graph_for = lambda step: SimpleNamespace(num_tokens=step.num_reqs)
     return self
@@ -90,7 +90,7 @@ def test_costs_are_timed_while_vllm_counts_no_experts(v2, speculator, monkeypatc
 def test_a_round(speculator, num_speculative_tokens):
     speculator.propose(*arguments(), num_speculative_tokens=num_speculative_tokens, dp_sync_state=None, mm_inputs=None)
     begin = ("begin", num_speculative_tokens)
-    assert speculator.calls == [begin, "_copy_request_inputs", "_prepare", "_without_adapters", "_run_round"]
+    assert speculator.calls == [begin, "_prepare", "_without_adapters", "_run_round"]
 
 
 def test_where_no_request_can_use_a_draft_the_round_is_learned_from_and_nothing_prepared(speculator):

@@ -77,7 +77,7 @@ class EESDSpeculativeConfig(SpeculativeConfig):
         check_runner(environment, target, parallel)
         longest = eesd.num_speculative_tokens
         if longest is None:
-            # On V2 nothing is copied: the tokens stay on the device.
+            # V2's scheduler books the longest draft for every request, whatever is drafted.
             longest = LONGEST_COPY if policy_args.uses_ngrams and environment.runner == "V1" else LONGEST_DRAFT
         config = cls(
             method="custom_class",

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from vllm_eesd.kernels.cpu.draft_inputs import TargetOutputs
+
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu.input_batch import InputBatch
 
@@ -60,9 +62,12 @@ class TargetStep:
         return ~self._batch.is_prefilling_np
 
     def reaches_end_of_prompt(self) -> np.ndarray:
-        """Return which rows have run their whole prompt after this step, [num_reqs] bool."""
-        num_new = self._batch.num_scheduled_tokens - self.num_scheduled_drafts()
-        return self._batch.num_computed_prefill_tokens_np + num_new >= self._batch.prefill_len_np
+        """Return which rows have run their whole prompt after this step, [num_reqs] bool.
+
+        No prompt chunk has drafts: `RaggedVerification.compact_batch` has trimmed the placeholders of those.
+        """
+        num_computed = self._batch.num_computed_prefill_tokens_np + self._batch.num_scheduled_tokens
+        return num_computed >= self._batch.prefill_len_np
 
     @property
     def seq_lens_upper_bound(self) -> torch.Tensor:
@@ -81,7 +86,8 @@ class TargetStep:
         """[num_reqs] int32, of each sequence with all drafts of the step."""
         return self._batch.seq_lens[: self.num_reqs]
 
-    @property
-    def last_tokens(self) -> torch.Tensor:
-        """[num_reqs], the row of the forward that holds each sequence's last token."""
-        return self._batch.query_start_loc[1 : self.num_reqs + 1] - 1
+    def outputs(self) -> TargetOutputs:
+        """Return what the next round begins with, on the device."""
+        query_start_loc = self._batch.query_start_loc[: self.num_reqs + 1]
+        counts = self.num_sampled, self.num_rejected
+        return TargetOutputs(self.idx_mapping, self.seq_lens, query_start_loc, *counts, self.last_sampled)

@@ -21,6 +21,8 @@ from vllm_eesd.host.v2.compat import (
     init_attn_backend,
     set_forward_context,
 )
+from vllm_eesd.kernels.cpu.draft_inputs import DraftInputs, Drafts
+from vllm_eesd.kernels.gpu.draft_inputs import advance_draft_inputs, prepare_draft_inputs
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -52,13 +54,27 @@ class DraftSteps(DraftModelSpeculator):
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
         super().__init__(vllm_config, device)
-        #: The column of draft_tokens that the next draft step writes, [1] int64: on the device, for CUDA graphs.
-        self._column = torch.zeros(1, dtype=torch.int64, device=device)
-        #: [max_num_reqs] int64, the first position a row may not write.
-        self._position_limit = torch.zeros(self.max_num_reqs, dtype=torch.int64, device=device)
+
+        def longs() -> torch.Tensor:
+            return torch.zeros(self.max_num_reqs, dtype=torch.int64, device=device)
+
+        buffers = self.input_buffers
+        #: Read and written by CUDA graphs, so they never move.
+        self._inputs = DraftInputs(
+            buffers.input_ids,
+            buffers.positions,
+            buffers.seq_lens,
+            buffers.query_start_loc,
+            self.idx_mapping,
+            position_limit=longs(),
+            columns=longs(),
+            last_rows=longs(),
+        )
+        self._drafts = Drafts(self.draft_tokens, self.draft_token_confidence_probs)
+        #: KV blocks by request state, of a step that writes nothing.
+        self._no_blocks = torch.zeros(self.max_num_reqs, dtype=torch.int32, device=device)
         #: [max_num_reqs, hidden_size], see `ExitHead.round_context`; None if the head wants none.
         self._round_context: torch.Tensor | None = None
-        self._arange = torch.arange(self.max_num_reqs + 1, dtype=torch.int32, device=device)
         self._graphs: SpeculatorCudaGraphManager | None = None
         #: Has the next forward, of so many tokens, run without LoRA adapters.
         self._without_adapters: Callable[[int], None] = lambda num_tokens: None
@@ -96,7 +112,7 @@ class DraftSteps(DraftModelSpeculator):
         """Record a draft step for every batch size; while recording, no row may write."""
         assert self._graphs is not None
         self.idx_mapping.fill_(-1)
-        self._position_limit.zero_()
+        self._inputs.position_limit.zero_()
         self._without_adapters(self.max_num_reqs)
         self._graphs.capture(
             self._draft,
@@ -108,30 +124,28 @@ class DraftSteps(DraftModelSpeculator):
             progress_bar_desc="Capturing EESD draft steps",
         )
 
-    def _prepare(self, step: TargetStep) -> None:
-        """Fill the device's buffers for the first draft step, without asking the device anything."""
-        num_reqs, buffers = step.num_reqs, self.input_buffers
-        idx_mapping, blocks = step.idx_mapping, self.block_tables
-        input_positions = (step.seq_lens - step.num_rejected).long()
-        limit = torch.zeros_like(input_positions)
-        if blocks is not None:
-            capacity = blocks.num_blocks.gpu[self._kv_group][idx_mapping].long() * blocks.block_sizes[self._kv_group]
-            limit = capacity.clamp(max=self.max_model_len)
-        may_write = (step.num_sampled > 0) & (self.idx_mapping[:num_reqs] >= 0) & (input_positions < limit)
-        self.idx_mapping[:num_reqs] = torch.where(may_write, idx_mapping, -1)
-        self._position_limit[:num_reqs] = torch.where(may_write, limit, 0)
-        positions = torch.where(may_write, input_positions, 0)
-        buffers.input_ids[:num_reqs] = torch.where(may_write, step.last_sampled[idx_mapping, 0], 0).int()
-        buffers.positions[:num_reqs] = positions
-        buffers.seq_lens[:num_reqs] = positions + 1
-        # Rows that a CUDA graph adds.
-        buffers.seq_lens[num_reqs:] = 0
-        buffers.positions[num_reqs : self.max_num_reqs] = 0
-        buffers.query_start_loc.copy_(self._arange.clamp(max=num_reqs))
-        self._column.zero_()
+    def _prepare(
+        self, step: TargetStep, temperature: torch.Tensor, seeds: torch.Tensor, dummy_run: bool = False
+    ) -> None:
+        """Fill the device's buffers for the first draft step, without asking the device anything.
+
+        Args:
+            temperature, seeds: [max_num_reqs], by request state; wanted where drafts are drawn.
+            dummy_run: no row may write.
+        """
+        if self.draft_logits is not None:
+            self.temperature.copy_(temperature)
+            self.seeds.copy_(seeds)
+        blocks = self.block_tables
+        if dummy_run or blocks is None:
+            num_blocks, block_size = self._no_blocks, 1
+        else:
+            num_blocks = blocks.num_blocks.gpu[self._kv_group]
+            block_size = blocks.block_sizes[self._kv_group]
+        prepare_draft_inputs(self._inputs, step.outputs(), num_blocks, block_size, self.max_model_len)
         if self._round_context is not None:
-            last_rows = (step.last_tokens - step.num_rejected).long()
-            self._round_context[:num_reqs] = self.model.round_context(step.last_hidden_states[last_rows])
+            rows = step.last_hidden_states[self._inputs.last_rows[: step.num_reqs]]
+            self._round_context[: step.num_reqs] = self.model.round_context(rows)
 
     def _run_step(
         self, step: int, num_reqs: int, graph: BatchExecutionDescriptor, seq_lens: torch.Tensor, skip_attn: bool
@@ -173,7 +187,7 @@ class DraftSteps(DraftModelSpeculator):
         num_speculative_steps: int = 0,
     ) -> None:
         """Draft one token for every row and make it the next input; this is what a CUDA graph holds."""
-        buffers = self.input_buffers
+        inputs = self._inputs
         if self.supports_decode_metadata_update and attn_metadata is not None:
             self._map_slots(num_reqs, num_tokens)
             self._update_draft_decode_metadata(attn_metadata, num_reqs)
@@ -189,20 +203,12 @@ class DraftSteps(DraftModelSpeculator):
             context = None if self._round_context is None else self._round_context[:num_tokens]
             draft_step = self.model if num_tokens > self.kernel_rows else self.kernel_step
             best, confidence, *logits = draft_step(
-                buffers.input_ids[:num_tokens], buffers.positions[:num_tokens], context
+                inputs.input_ids[:num_tokens], inputs.positions[:num_tokens], context
             )
         drafted, confidence = best[:num_reqs], confidence[:num_reqs]
         if self.draft_logits is not None:
             drafted = self._sample(self.model.whole_logits(logits[0][:num_reqs]))
-        self.draft_tokens[:num_reqs].index_copy_(1, self._column, drafted[:, None])
-        self.draft_token_confidence_probs[:num_reqs].index_copy_(1, self._column, confidence[:, None])
-        self._column.add_(1).remainder_(self.num_speculative_steps)
-        buffers.input_ids[:num_reqs] = drafted.int()
-        positions = buffers.positions[:num_reqs].add_(1)
-        # A row past its last slot writes nowhere from here on; what it drafts then is not worth much.
-        self.idx_mapping[:num_reqs].masked_fill_(positions >= self._position_limit[:num_reqs], -1)
-        positions.clamp_(max=self.max_model_len - 1)
-        buffers.seq_lens[:num_reqs] = positions + 1
+        advance_draft_inputs(inputs, self._drafts, drafted, confidence, self.max_model_len)
 
     def _sample(self, logits: torch.Tensor) -> torch.Tensor:
         """Return tokens drawn at their requests' temperatures, [num_reqs] int64, and keep the logits for verification.
@@ -216,10 +222,10 @@ class DraftSteps(DraftModelSpeculator):
             self.idx_mapping[:num_reqs],
             self.temperature,
             self.seeds,
-            self.input_buffers.positions[:num_reqs],  # a draw is keyed by the position before the token drawn
+            self._inputs.positions[:num_reqs],  # a draw is keyed by the position before the token drawn
             apply_temperature=True,
             is_drafting=True,
             logits_cache=self.draft_logits,
-            logits_cache_col=self._column[0],
+            logits_cache_col=self._inputs.columns[0],
             use_fp64=self.use_fp64_gumbel,
         )

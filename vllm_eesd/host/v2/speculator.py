@@ -217,21 +217,21 @@ class EarlyExitSpeculator(DraftSteps):
         Source: vllm/v1/worker/gpu/spec_decode/speculator.py, BaseSpeculator.propose.
         """
         step = TargetStep(input_batch, last_hidden_states, num_sampled, num_rejected, last_sampled)
-        requests = step.num_reqs, step.idx_mapping, temperature, seeds
+        sampling = temperature, seeds
         if dummy_run:
             self.rounds.pause()
             if not self.skips_dummy_runs:
-                self._copy_request_inputs(*requests, dummy_run=True)
+                self._prepare(step, *sampling, dummy_run=True)
                 self._dummy_step(step, skip_attn_for_dummy_run, is_profile)
         elif not self.breaker.is_open:
             try:
-                self._learn_and_draft(step, requests, num_speculative_tokens)
+                self._learn_and_draft(step, sampling, num_speculative_tokens)
                 self.breaker.passed()
             except Exception as error:
                 self._survive(error)
         return self.draft_tokens[: step.num_reqs]
 
-    def _learn_and_draft(self, step: TargetStep, requests: tuple, longest: int | None) -> None:
+    def _learn_and_draft(self, step: TargetStep, sampling: tuple, longest: int | None) -> None:
         """See `propose`; a round without drafts prepares nothing for draft steps."""
         tokens = None
         if self.rounds.round_trace is not None:
@@ -240,8 +240,7 @@ class EarlyExitSpeculator(DraftSteps):
         counts = step.num_sampled[:, None] if self.rounds.ngrams is None else self.ngrams.find(step)
         times = self.rounds.begin(step, self._asynchronous, counts, tokens, longest)
         if self.rounds.num_steps:
-            self._copy_request_inputs(*requests, dummy_run=False)
-            self._prepare(step)
+            self._prepare(step, *sampling)
             graph = self._graph_for(step)
             self._without_adapters(graph.num_tokens)
             times.mark()
@@ -252,7 +251,6 @@ class EarlyExitSpeculator(DraftSteps):
 
     def _dummy_step(self, step: TargetStep, skip_attn: bool, is_profile: bool) -> None:
         """Run one draft step that writes nothing. A fault here is not survived: nothing is served yet."""
-        self._prepare(step)
         graph = self._graph_for(step, need_eager=is_profile)
         self.dummy_times = Timestamps(self.device)
         self.dummy_times.mark()
