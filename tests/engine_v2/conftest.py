@@ -105,6 +105,7 @@ def force_kernels():
         if exit_head_rows is not None:
             patch.setattr("vllm_eesd.host.v2.speculator.exit_head_rows", lambda *args: exit_head_rows)
         counted(v2_kernels.exit_head_kernel, "exit_head")
+        counted(v2_kernels.choose_tokens_kernel, "choose_tokens")
         counted(v2_kv_fill.kv_fill_kernel, "kv_fill")
         patch.setattr(v2_kv_fill, "FILL_TOKENS", (1, 16))
         patch.setattr(kernel_choice, "timer_for", lambda device, in_graphs: kernel_wins)

@@ -48,6 +48,7 @@ def test_a_cloned_last_layer_accepts_everything(
     # Rotated by another program, in batches of other shapes: the last bits may differ.
     torch.testing.assert_close(exit_kv[written], layer_kv[written], atol=1e-5, rtol=1e-5)
     assert calls["kv_fill"] > 10 and calls["exit_head"] > (0 if num_rows else 10)
+    assert calls["choose_tokens"] > 10 if num_rows else not calls["choose_tokens"]
 
 
 def test_headless_at_the_last_layer_accepts_everything(engine, greedy, random_target, prompts, forced_kernels):

@@ -109,6 +109,11 @@ class DraftLayers(nn.Module):
         hidden_states = summed(hidden_states, residual)
         return head(positions, hidden_states if context is None else hidden_states + context)
 
+    def logits(self, input_ids: torch.Tensor, positions: torch.Tensor, context: torch.Tensor | None) -> torch.Tensor:
+        """Return the logits, [num_rows, vocabulary drafted from]; see `before_norm`."""
+        hidden_states = normed(self.last_norm, *self.before_norm(input_ids, positions, context))
+        return (self.target if self.vocabulary is None else self.vocabulary).compute_logits(hidden_states)
+
 
 @support_torch_compile(dynamic_arg_dims=DYNAMIC)
 class DraftStep(DraftLayers):
@@ -124,9 +129,7 @@ class DraftStep(DraftLayers):
         Args:
             input_ids, positions, context: see `before_norm`.
         """
-        hidden_states = normed(self.last_norm, *self.before_norm(input_ids, positions, context))
-        vocabulary = self.vocabulary
-        logits = (self.target if vocabulary is None else vocabulary).compute_logits(hidden_states)
+        logits, vocabulary = self.logits(input_ids, positions, context), self.vocabulary
         best = logits.float().max(dim=-1)
         token_ids = best.indices if vocabulary is None else vocabulary.token_ids_of(best.indices)
         return token_ids, (best.values - logits.float().logsumexp(dim=-1)).exp(), logits

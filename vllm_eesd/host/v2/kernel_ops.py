@@ -1,7 +1,6 @@
-"""The end of a draft step on Model Runner V2 as one kernel, `exit_head`, where it is faster than what it replaces.
+"""The end of a draft step on Model Runner V2: LM head and `choose_tokens`, or `exit_head` where that is faster.
 
-What it replaces is compiled and fused with its surroundings, which a start has no time for twice. So it is timed
-against less, the bare matrix product and one pass over its logits: where it wins here, it wins there.
+Of a maximum over the vocabulary and its index a compiler makes one program a row; `choose_tokens` has one a tile.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ from vllm_eesd.host.model.draft_step import DYNAMIC, DraftLayers
 from vllm_eesd.host.model.layers import is_plain_norm, summed
 from vllm_eesd.host.v2 import kernel_choice
 from vllm_eesd.host.v2.kernel_choice import Timer, Timing
+from vllm_eesd.kernels.gpu import choose_tokens as choose_tokens_kernel
 from vllm_eesd.kernels.gpu import exit_head as exit_head_kernel
 
 
@@ -65,6 +65,37 @@ def _exit_head_fake(hidden_states, weight, vocab_size, norm_weight, eps, token_i
 
 _LIBRARY = torch.library.Library("eesd", "FRAGMENT")
 direct_register_custom_op("exit_head", exit_head, [], _exit_head_fake, target_lib=_LIBRARY)
+
+
+def choose_tokens(logits: torch.Tensor, token_ids: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the most probable tokens, [num_rows] int64, and their probabilities, [num_rows] float32.
+
+    Args:
+        logits: [num_rows, vocabulary drafted from].
+        token_ids: see `exit_head`.
+    """
+    chosen = choose_tokens_kernel.choose_tokens(logits, d2t=token_ids)
+    return chosen.token_ids, chosen.top1_prob
+
+
+def _choose_tokens_fake(logits, token_ids):
+    num_rows = logits.shape[0]
+    return logits.new_empty(num_rows, dtype=torch.int64), logits.new_empty(num_rows, dtype=torch.float32)
+
+
+direct_register_custom_op("choose_tokens", choose_tokens, [], _choose_tokens_fake, target_lib=_LIBRARY)
+
+
+@support_torch_compile(dynamic_arg_dims=DYNAMIC)
+class TiledDraftStep(DraftLayers):
+    """A `DraftStep` that ends with the `choose_tokens` kernel."""
+
+    def forward(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, context: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """As `DraftStep.forward`."""
+        logits, vocabulary = self.logits(input_ids, positions, context), self.vocabulary
+        return *torch.ops.eesd.choose_tokens(logits, None if vocabulary is None else vocabulary.token_ids), logits
 
 
 @support_torch_compile(dynamic_arg_dims=DYNAMIC)
@@ -143,9 +174,12 @@ def exit_head_rows(step: DraftLayers, vllm_config: VllmConfig, timer: Timer | No
     lm_head, vocab_size, token_ids = head_of(step)
     norm, weight = step.last_norm, lm_head.weight
 
+    def choose(logits: torch.Tensor) -> None:
+        choose_tokens(logits[:, :vocab_size], token_ids)
+
     def time(num_rows: int) -> Timing:
         x = torch.ones(num_rows, weight.shape[1], dtype=dtype, device=weight.device)
         arguments = x, weight, vocab_size, norm.weight, norm.variance_epsilon, token_ids, False
-        return Timing(num_rows, *timer(lambda: exit_head(*arguments), lambda: F.linear(x, weight).amax(dim=-1)))
+        return Timing(num_rows, *timer(lambda: exit_head(*arguments), lambda: choose(F.linear(x, weight))))
 
     return kernel_choice.decide("exit_head", kernel_choice.sizes_up_to(most), time)

@@ -22,7 +22,7 @@ from vllm_eesd.host.v2.batch import TargetStep
 from vllm_eesd.host.v2.compat import dispatch_cg_and_sync_dp
 from vllm_eesd.host.v2.cost_profile import profile_costs
 from vllm_eesd.host.v2.draft_steps import DraftSteps
-from vllm_eesd.host.v2.kernel_ops import KernelDraftStep, exit_head_rows
+from vllm_eesd.host.v2.kernel_ops import KernelDraftStep, TiledDraftStep, exit_head_rows
 from vllm_eesd.host.v2.kv_fill import use_kv_fill
 from vllm_eesd.host.v2.lengths import Rounds
 from vllm_eesd.host.v2.ngrams import DeviceNgrams
@@ -108,7 +108,8 @@ class EarlyExitSpeculator(DraftSteps):
         timer = kernel_choice.timer_for(self.device, in_graphs=bool(compilation.cudagraph_mode))
         parts = {"target": target_model, "exit_layer": config.exit_head.exit_layer, "head": head}
         with set_model_tag("eesd_draft"):
-            step = DraftStep(vllm_config=self.vllm_config, **parts)
+            kind = DraftStep if timer is None else TiledDraftStep
+            step = kind(vllm_config=self.vllm_config, **parts)
         self.kernel_rows = exit_head_rows(step, self.vllm_config, timer)
         if use_kv_fill(head, self.vllm_config, timer):
             config.graph_kernels = "kv_fill"  # before anything is compiled
