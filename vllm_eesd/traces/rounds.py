@@ -219,7 +219,7 @@ class RoundTrace:
             "draft_step_ms": float(policy.costs.draft_curve(num_reqs)[num_reqs]),
         }
         if len(self._waiting) < MAX_WAITING:
-            self._waiting.append(_Step(verdict, drafts, policy.posterior_of(drafts.slots), shared))
+            self._waiting.append(_Step(verdict, drafts, policy.posterior.parameters(drafts.slots), shared))
 
     def close(self) -> None:
         """Write what waits and end; a second call changes nothing."""
