@@ -61,9 +61,9 @@ class Waits(DeviceDrafter):
         while len(ends) < batch.limits.max(initial=0) and (round_.limits[round_.rows] > len(ends)).any():
             if not ends:
                 self._prepare(world, len(batch.slots))
-            ends.append(world.launch(len(ends) + 1, world.host.launch_ms, world.draft_ms(len(batch.slots))))
+            ends.append(world.launch(world.host.launch_ms, world.draft_ms(len(batch.slots))))
             if len(ends) > 1:
-                world.wait(len(ends) - 1, ends[-2])
+                world.wait(ends[-2])
                 round_.tell(batch.confidences[round_.rows, len(ends) - 2])
         return self._submitted(batch, round_, len(ends)), len(ends)
 
@@ -122,7 +122,7 @@ class Conditional(DeviceDrafter):
             if not num_steps:
                 self._prepare(world, len(batch.slots))
             num_steps += 1
-            world.launch(num_steps, 0.0, world.draft_ms(len(batch.slots)) + CONDITION_MS)
+            world.launch(0.0, world.draft_ms(len(batch.slots)) + CONDITION_MS)
             round_.tell(batch.confidences[round_.rows, num_steps - 1])
         return round_.lengths, num_steps
 
