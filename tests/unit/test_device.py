@@ -1,4 +1,4 @@
-"""The replay of a device that runs behind its host: what a round costs there, and when outcomes are known."""
+"""The replay of a device whose host runs ahead of it: what a round costs there, and when outcomes are known."""
 
 import itertools
 from pathlib import Path
@@ -115,7 +115,7 @@ def test_a_recorded_trace_is_worth_the_same_whatever_the_order_of_measurement_no
     assert results[0] == results[1] != results[2]
 
 
-def test_other_replays_are_priced_one_after_the_other():
+def test_other_replays_add_up_what_each_part_takes():
     world = World(COSTS)
     for drafted, verified in itertools.product(([0], [2]), ([0], [2])):
         expected = world.verify_ms(1, sum(verified)) + DRAFT_MS * sum(drafted)

@@ -1,4 +1,4 @@
-"""A device that runs behind its host, in the replay: rounds as Model Runner V2 runs them.
+"""A device whose host runs ahead of it, in the replay: rounds as Model Runner V2 runs them.
 
 The host launches work on one stream and goes on; it loses time only where it waits for a result. A round is decided
 ahead, every row of the batch runs every draft step, and outcomes reach the policy `READBACK_DELAY` steps late.
@@ -138,7 +138,7 @@ class DeviceNgrams:
 
 
 class DeviceDrafter(PolicyDrafter):
-    """A policy on a device that runs behind its host, in rounds decided ahead.
+    """A policy on such a device, in rounds decided ahead.
 
     Args:
         policy: fresh.

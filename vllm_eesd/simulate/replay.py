@@ -62,7 +62,7 @@ class Replay:
         plain_ms: what a plain step of the same batch would have taken.
         tokens: emitted in each step.
         num_reqs: requests in each step.
-        draft_lengths: of every request in every step, drafted or copied.
+        draft_lengths: of every request in every step, n-gram drafts too.
     """
 
     ms: list[float] = field(default_factory=list)

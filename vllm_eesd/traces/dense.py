@@ -13,7 +13,7 @@ with `model` the target's name, whose tokenizer spells the ids, `prior` the exit
 At emitted position t a greedy draft of K tokens was made. `matches[t]` of them, from the left, are what the target
 emitted next; `confidences[t * K + j]` is draft token j + 1's probability in thousandths. `emitted[t]` is the token
 that draft follows. `prompt` and `emitted` may be left out together: such a request is replayed without n-gram
-continuations, which are made of the text.
+drafts, which are made of the text.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ class Round(TypedDict):
         at_s: seconds since the header, when the round's drafting began.
         draft: token ids the target judged.
         confidences: one per draft token, 3 digits, None if unknown.
-        copied: whether the draft is an n-gram continuation (then it has no confidences).
+        copied: whether the draft is an n-gram draft (then it has no confidences).
         accepted: how many of them, from the left.
         emitted: token ids: the accepted ones and the target's own.
         batch: requests that decoded in the step.
