@@ -55,7 +55,7 @@ def test_texts_survive_their_file_and_requests_may_lack_them(tmp_path):
     first, second = read_dense(tmp_path / "t").requests
     assert first.prompt is None and first.emitted is None and not len(first.text()) and first.num_tokens(2) == 0
     assert second.text().tolist() == [5, 4095, 7, 8, 9, 7] and second.text().dtype == np.int32
-    assert second.num_tokens(0) == 3 and second.first(1).num_tokens(0) == 3 and len(second.first(1).matches) == 1
+    assert second.num_tokens(0) == 3
 
 
 def test_the_recorder_keeps_the_text_it_judges_by():

@@ -157,7 +157,7 @@ def test_every_part_has_a_rule():
         ("vllm_eesd.kernels.rejection", "import numpy"),
         ("vllm_eesd.kernels.rejection", "from vllm_eesd.config import EESDConfig"),
         ("vllm_eesd.config", "from vllm_eesd import policy"),
-        ("vllm_eesd.config", "from vllm_eesd.policy.fixed import Fixed"),
+        ("vllm_eesd.config", "from vllm_eesd.policy.guard import Guard"),
         ("vllm_eesd.policy.beta_ts", "import vllm_eesd.round.draft"),
         ("vllm_eesd.policy.beta_ts", "from ..round.draft import DraftRound"),
         ("vllm_eesd.round.draft", "def late():\n    from vllm_eesd.host import compat"),

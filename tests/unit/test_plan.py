@@ -6,7 +6,7 @@ import pytest
 from synthetic import SPREADS, synthetic_trace
 
 from vllm_eesd import cli
-from vllm_eesd.simulate.roofline import GPUS, Overheads, Roofline, Shape, costs_of
+from vllm_eesd.simulate.roofline import GPUS, Roofline, Shape, costs_of
 from vllm_eesd.simulate.world import World
 from vllm_eesd.traces.dense import DenseTrace, write
 
@@ -53,13 +53,13 @@ def test_context_costs_bandwidth_and_links_cost_time():
 
 def test_what_is_known_of_overheads_is_added():
     bare = Roofline(LLAMA_70B, 6, GPUS["h100"])
-    known = Roofline(LLAMA_70B, 6, GPUS["h100"], reached=0.5, overheads=Overheads(1.0, 0.1, 0.2))
+    known = Roofline(LLAMA_70B, 6, GPUS["h100"], reached=0.5, step_overhead_ms=1.0, draft_overhead_ms=0.1)
     assert known.verify_ms(4, 4) == pytest.approx(2 * bare.verify_ms(4, 4) + 1)
     assert known.draft_step_ms(4) == pytest.approx(2 * bare.draft_step_ms(4) + 0.1)
 
 
 def test_the_world_has_the_machines_times():
-    machine = Roofline(LLAMA_70B, 6, GPUS["h200"], overheads=Overheads(round_ms=0.3))
+    machine = Roofline(LLAMA_70B, 6, GPUS["h200"], round_overhead_ms=0.3)
     world = World(costs_of(machine, 16, 8))
     for num_reqs, drafts in ((1, 0), (1, 5), (4, 9), (16, 0), (16, 128)):
         assert world.verify_ms(num_reqs, drafts) == pytest.approx(machine.verify_ms(num_reqs, drafts), rel=0.02)

@@ -6,7 +6,6 @@ from typing import Any
 
 from vllm_eesd.policy.calibration import Calibration
 from vllm_eesd.policy.costs import CostModel
-from vllm_eesd.policy.fixed import Fixed
 from vllm_eesd.policy.goodput import Goodput
 from vllm_eesd.policy.posterior import BetaPosterior
 from vllm_eesd.policy.protocol import DraftLengthPolicy, Outcome
@@ -31,7 +30,7 @@ POLICIES: dict[str, type[DraftLengthPolicy]] = {
     "calibrated_ts": CalibratedThompson,
     "confidence": Confidence,
     "draft_verify": DraftVerify,
-    "fixed": Fixed,
+    "fixed": DraftLengthPolicy,
     "goodput": Goodput,
 }
 

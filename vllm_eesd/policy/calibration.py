@@ -121,21 +121,17 @@ class Calibration:
         by_bin = (accepted.sum(0) + SMOOTHING * self._centers) / (observed.sum(0) + SMOOTHING)
         #: Acceptance of all judged tokens, and [MAX_SPECULATIVE_TOKENS] of those at each position.
         self.mean_rate = float((self._accepted.sum() + SMOOTHING * 0.5) / (self._observed.sum() + SMOOTHING))
-        self.position_rates = self._smooth_positions()
+        # Each position leans on the one before it: the deep ones are rarely reached.
+        self.position_rates, rate = np.empty(MAX_SPECULATIVE_TOKENS), self.mean_rate
+        counts = zip(self._observed.sum(1), self._accepted.sum(1), strict=True)
+        for position, (num_observed, num_accepted) in enumerate(counts):
+            rate = (num_accepted + SMOOTHING * rate) / (num_observed + SMOOTHING)
+            self.position_rates[position] = rate
         #: [MAX_SPECULATIVE_TOKENS] how much harder than the average token each is, in powers of its acceptance.
         self.exponents = np.log(self.position_rates) / np.log(self.mean_rate)
         self.rates = np.empty_like(self._observed)
         self.rates[:, :NUM_BINS] = (accepted + SMOOTHING * by_bin) / (observed + SMOOTHING)
         self.rates[:, NUM_BINS] = self.position_rates
-
-    def _smooth_positions(self) -> np.ndarray:
-        """Each position leans on the one before it: the deep ones are rarely reached."""
-        observed, accepted = self._observed.sum(1), self._accepted.sum(1)
-        rates, rate = np.empty(len(observed)), self.mean_rate
-        for position in range(len(rates)):
-            rate = (accepted[position] + SMOOTHING * rate) / (observed[position] + SMOOTHING)
-            rates[position] = rate
-        return rates
 
     def expected_calibration_error(self) -> float:
         """Return the mean gap between a bin's confidence and its acceptance, weighted by how often it occurs.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
+from statistics import median_high
 from typing import Any
 
 import numpy as np
@@ -224,23 +225,18 @@ class _Medians:
         self._since_refresh = 0
         cells = [self._times[cell] for cell in sorted(self._times)]
         trusted = [times for times in cells if len(times) >= MIN_SAMPLES]
-        self.points = [_median(times) for times in trusted or cells]
+        cells = [tuple(zip(*times, strict=True)) for times in trusted or cells]
+        self.points = [[sum(sizes) / len(sizes), median_high(ms)] for sizes, ms in cells]
         sizes, medians = np.array(self.points).T
         if trusted:
             counts = np.array([len(times) for times in trusted])
-            spread = np.median([_spread(times, median) for times, median in zip(trusted, medians, strict=True)])
+            spread = np.median([_scatter(times, median) for times, median in zip(trusted, medians, strict=True)])
             medians = _leaning_on_a_line(sizes, medians, STANDARD_ERROR * spread * medians / np.sqrt(counts))
         self.curve = sizes, _monotone(medians.tolist())
 
 
-def _median(times: deque[tuple[float, float]]) -> list[float]:
-    sizes, ms = zip(*times, strict=True)
-    return [sum(sizes) / len(sizes), sorted(ms)[len(ms) // 2]]
-
-
-def _spread(times: deque[tuple[float, float]], median: float) -> float:
-    distances = sorted(abs(ms - median) for _, ms in times)
-    return distances[len(distances) // 2] / median if median else 0.0
+def _scatter(times: deque[tuple[float, float]], median: float) -> float:
+    return median_high(abs(ms - median) for _, ms in times) / median if median else 0.0
 
 
 def _leaning_on_a_line(sizes: np.ndarray, times: np.ndarray, errors: np.ndarray) -> np.ndarray:

@@ -177,9 +177,13 @@ def ngrams_to_take(
     if depth == 0:
         return taken
     if all_rows_draft:
-        gain = _worth_more_than_drafting_together(slots, chances[:, : depth + 1], ngram_limits, rate, times, beliefs)
+        takes = _worth_more_than_drafting_together(slots, chances[:, : depth + 1], ngram_limits, rate, times, beliefs)
     else:
-        gain = _worth_more_than_drafting(slots, chances[:, : depth + 1], ngram_limits, rate, times, beliefs)
+        takes = _worth_more_than_drafting(slots, chances[:, : depth + 1], ngram_limits, rate, times, beliefs)
+    gain = np.zeros((len(slots), depth))
+    for row in np.flatnonzero(takes):
+        many = min(depth, ngram_limits[row])
+        gain[row, :many] = chances[row, 1 : many + 1]
     order = np.argsort(-gain.ravel(), kind="mergesort")  # stable: a row's tokens stay in their order
     best, most, tokens = 0, 0.0, 0.0
     for many in range(1, len(order) + 1):
@@ -197,14 +201,14 @@ def ngrams_to_take(
 def _worth_more_than_drafting(
     slots: np.ndarray, chances: np.ndarray, ngram_limits: np.ndarray, rate: float, times: Times, beliefs: np.ndarray
 ) -> np.ndarray:
-    """Return the chances of each n-gram draft's tokens, [num_rows, depth]; 0 where drafting is worth more.
+    """Return whether each row's n-gram draft is worth more than drafting, [num_rows] bool.
 
     Costs of rows are taken one by one, with a share in what the batch pays together.
     """
     num_rows, depth = len(slots), chances.shape[1] - 1
     each = rate * (times.verify[(depth + 1) * num_rows] - times.verify[num_rows]) / (depth * num_rows)
     step, start = rate * times.draft[num_rows] / num_rows, rate * times.round_ms / num_rows
-    gain = np.zeros((num_rows, depth))
+    is_worth_more = np.zeros(num_rows, dtype=np.bool_)
     for row, slot in enumerate(slots):
         taking = drafting = most = 0.0
         for j in range(1, min(depth, ngram_limits[row]) + 1):
@@ -212,17 +216,15 @@ def _worth_more_than_drafting(
             if j <= beliefs[slot].limit:
                 drafting += beliefs[slot].chain[j] - each - step
                 most = max(most, drafting)
-        if taking > most - start:
-            for j in range(min(depth, ngram_limits[row])):
-                gain[row, j] = chances[row, j + 1]
-    return gain
+        is_worth_more[row] = taking > most - start
+    return is_worth_more
 
 
 @numba.njit(cache=True)
 def _worth_more_than_drafting_together(
     slots: np.ndarray, chances: np.ndarray, ngram_limits: np.ndarray, rate: float, times: Times, beliefs: np.ndarray
 ) -> np.ndarray:
-    """As `_worth_more_than_drafting`, where a draft step runs all rows: it is spared only if nobody drafts.
+    """As `_worth_more_than_drafting`, where a draft step runs all rows: it is spared only if no row drafts.
 
     Two plans are compared: all rows take their n-gram drafts or nothing; or draft steps run, as many as pay, and those
     rows take theirs for which they are worth more than what is drafted anyway.
@@ -243,12 +245,7 @@ def _worth_more_than_drafting_together(
         value = np.maximum(taking, drafting[j]).sum() - rate * (j * times.draft[num_rows] + times.round_ms)
         if value > most:
             steps, most = j, value
-    gain = np.zeros((num_rows, depth))
-    for row in range(num_rows):
-        if taking[row] > drafting[steps, row]:
-            for j in range(min(depth, ngram_limits[row])):
-                gain[row, j] = chances[row, j + 1]
-    return gain
+    return taking > drafting[steps]
 
 
 @numba.njit(cache=True)

@@ -89,8 +89,8 @@ class Goodput(DraftLengthPolicy):
             given = self._rate, self._times, self._beliefs, together
             expected_gain.ngrams_to_take(no_rows, np.zeros((0, 2)), no_rows, *given)
         self._draw(no_rows)
-        self._survive(no_rows, 1, no_rows.astype(np.float32))
-        self._rows_to_extend(no_rows, 0)
+        self._longest = 2
+        self.more(no_rows, 1, no_rows.astype(np.float32))
         expected_gain.round_cost(np.ones(1, dtype=np.int64), np.zeros(1, dtype=bool), 0, self._times_of(1))
 
     def reset(self, slots: np.ndarray, keys: Sequence[str] | None = None) -> None:
@@ -142,12 +142,9 @@ class Goodput(DraftLengthPolicy):
         if confidence is None:
             self._beliefs["survival"][slots] = self._beliefs["chain"][slots, num_drafted]
         else:
-            self._survive(slots, num_drafted, confidence)
+            rates = self.calibration.rates[num_drafted - 1]
+            expected_gain.survive(slots, confidence, self.calibration.edges, rates, self._beliefs)
         return self._rows_to_extend(slots, num_drafted)
-
-    def _survive(self, slots: np.ndarray, num_drafted: int, confidence: np.ndarray) -> None:
-        rates = self.calibration.rates[num_drafted - 1]
-        expected_gain.survive(slots, confidence, self.calibration.edges, rates, self._beliefs)
 
     def _first_token(self, slots: np.ndarray) -> np.ndarray:
         no_rows = np.zeros(len(slots), dtype=bool)
@@ -180,22 +177,18 @@ class Goodput(DraftLengthPolicy):
     def _rows_to_extend(self, slots: np.ndarray, num_drafted: int) -> np.ndarray:
         """Return the rows that draft one more, none if no number of further steps pays for itself."""
         rate = self._rate * (1 - OPTION_VALUE / max(len(slots), 1))
-        return expected_gain.rows_to_extend(
-            slots, num_drafted, self._longest, self._num_drafts, rate, self._times, self._beliefs
-        )
+        known = self._num_drafts, rate, self._times, self._beliefs
+        return expected_gain.rows_to_extend(slots, num_drafted, self._longest, *known)
 
     def observe(self, outcome: Outcome) -> None:
         super().observe(outcome)
-        num_reqs = len(outcome.slots)
+        num_reqs, cost, gain_of_drafts = len(outcome.slots), 1.0, 0.0
         num_tokens = num_reqs + int(outcome.num_accepted.sum())
-        cost, gain_of_drafts = 1.0, 0.0
         self._quiet_rounds += 1
         if outcome.num_verified.any():
             self._quiet_rounds = 0
-            times = self._times_of(num_reqs)
-            cost, cost_of_drafts = expected_gain.round_cost(
-                outcome.num_verified, outcome.from_ngrams, outcome.num_steps, times
-            )
+            drafted = outcome.num_verified, outcome.from_ngrams, outcome.num_steps
+            cost, cost_of_drafts = expected_gain.round_cost(*drafted, self._times_of(num_reqs))
             gain_of_drafts = int(outcome.num_accepted[~outcome.from_ngrams].sum()) - num_reqs * cost_of_drafts
         self.guard.settle(num_reqs, cost, num_tokens, gain_of_drafts)
         self.speedup += (num_tokens / (num_reqs * cost) - self.speedup) / SPEEDUP_ROUNDS
@@ -208,6 +201,7 @@ class Goodput(DraftLengthPolicy):
         return int(self.costs.decision_ms(num_reqs) / (self.guard.probe_budget * plain_ms))
 
     def skipped(self, slots: np.ndarray, num_rounds: int) -> None:
-        self.guard.skipped(len(slots), num_rounds)
+        for _ in range(num_rounds):
+            self.guard.settle(len(slots), 1.0, len(slots), 0.0)
         self.speedup = 1 + (self.speedup - 1) * (1 - 1 / SPEEDUP_ROUNDS) ** num_rounds
         self._rounds += num_rounds

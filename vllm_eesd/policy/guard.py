@@ -83,8 +83,3 @@ class Guard:
         if self._fewer_for in (0, PATIENCE):
             self._debtors, self._fewer_for = num_reqs, 0
         self.credit = min(self.credit + gain + self.probe_budget * num_reqs, MAX_CREDIT * num_reqs)
-
-    def skipped(self, num_reqs: int, num_rounds: int) -> None:
-        """Enter plain rounds, as many as that."""
-        for _ in range(num_rounds):
-            self.settle(num_reqs, 1.0, num_reqs, 0.0)

@@ -44,9 +44,7 @@ class BetaPosterior:
         self._key_index = {DEFAULT_KEY: 0}
         self._shared = np.zeros((2, MAX_PRIOR_KEYS))
         self._refresh_priors()
-        # Compiles both, so that no request waits for that.
-        no_rows = np.zeros(0, dtype=np.int64)
-        _count(no_rows, no_rows, no_rows, 1.0, self._counts)
+        no_rows = np.zeros(0, dtype=np.int64)  # compiles: no request waits for that
         _learn(no_rows, no_rows, no_rows, 1.0, self._given, self._shared, self._priors)
 
     def fade(self, discount: float) -> None:
@@ -105,11 +103,14 @@ class BetaPosterior:
         """
         num_verified = np.asarray(num_verified, dtype=np.int64)
         num_accepted = np.asarray(num_accepted, dtype=np.int64)
-        _count(slots, num_verified, num_accepted, self._discount, self._counts)
+        judged = num_verified > 0
+        faded = self._counts[:, slots[judged]] * self._discount
+        outcomes = num_accepted[judged], num_accepted[judged] < num_verified[judged]
+        self._counts[:, slots[judged]] = faded + outcomes
         if self._memory:
-            judged = num_verified if updates_shared_prior is None else num_verified * updates_shared_prior
+            shared = num_verified if updates_shared_prior is None else num_verified * updates_shared_prior
             kept = 1 - 1 / self._memory
-            _learn(self._key[slots], judged, num_accepted, kept, self._given, self._shared, self._priors)
+            _learn(self._key[slots], shared, num_accepted, kept, self._given, self._shared, self._priors)
 
     def draw(self, slots: np.ndarray, generator: np.random.Generator) -> np.ndarray:
         """Return one Thompson draw per slot, [num_rows] float64 in [0, 1]."""
@@ -134,21 +135,6 @@ class BetaPosterior:
             if self._index_of(key) or key == DEFAULT_KEY:  # keys beyond those kept would overwrite the first
                 self._shared[:, self._index_of(key)] = counts
         self._refresh_priors()
-
-
-@numba.njit(cache=True)
-def _count(
-    slots: np.ndarray,
-    num_verified: np.ndarray,
-    num_accepted: np.ndarray,
-    discount: float,
-    counts: np.ndarray,
-) -> None:
-    """Update `counts` [2, max_num_reqs], successes and failures of each slot, with one round's outcomes."""
-    for row, slot in enumerate(slots):
-        if num_verified[row] > 0:
-            counts[0, slot] = counts[0, slot] * discount + num_accepted[row]
-            counts[1, slot] = counts[1, slot] * discount + (1 if num_accepted[row] < num_verified[row] else 0)
 
 
 @numba.njit(cache=True)

@@ -39,16 +39,9 @@ class Outcome(NamedTuple):
     updates_shared_prior: np.ndarray
     num_steps: int = 0
 
-    def of_exit_head(self) -> Outcome:
-        """Return the same with n-gram drafts counted as none: they say nothing of the exit head."""
-        if not self.from_ngrams.any():
-            return self
-        drafted = ~self.from_ngrams
-        return self._replace(num_verified=self.num_verified * drafted, num_accepted=self.num_accepted * drafted)
-
 
 class DraftLengthPolicy:
-    """Decides, after every drafted token, which requests draft one more.
+    """Decides, after every drafted token, which requests draft one more; this one, `fixed`, all up to their limit.
 
     One round of a batch: `begin`, then `more` before each draft step until no row goes on; when the target has judged
     the drafts, `observe`. `vllm_eesd.round.draft.DraftRound` makes these calls. State stands in arrays over request
@@ -134,16 +127,15 @@ class DraftLengthPolicy:
         Returns:
             [num_rows] bool.
         """
-        raise NotImplementedError
+        return np.ones(len(slots), dtype=bool)
 
     def observe(self, outcome: Outcome) -> None:
         """Learn from one verified step; requests that drafted nothing are rounds too."""
-        drafted = outcome.of_exit_head()
-        self.posterior.observe(drafted.slots, drafted.num_verified, drafted.num_accepted, drafted.updates_shared_prior)
-        if drafted.num_verified.any():
-            self.calibration.observe(
-                drafted.confidences, drafted.num_verified, drafted.num_accepted, drafted.updates_shared_prior
-            )
+        drafted = ~outcome.from_ngrams  # n-gram drafts say nothing of the exit head: they count as none
+        judged = outcome.num_verified * drafted, outcome.num_accepted * drafted
+        self.posterior.observe(outcome.slots, *judged, outcome.updates_shared_prior)
+        if judged[0].any():
+            self.calibration.observe(outcome.confidences, *judged, outcome.updates_shared_prior)
 
     def idle_rounds(self, slots: np.ndarray) -> int:
         """Return for how many rounds this batch need not be asked, after one in which it drafted nothing.
@@ -161,10 +153,6 @@ class DraftLengthPolicy:
         Args:
             slots: [num_rows] int64, the batch.
         """
-
-    def posterior_of(self, slots: np.ndarray) -> np.ndarray:
-        """Return alpha and beta of these slots, [2, num_rows] float64."""
-        return self.posterior.parameters(slots)
 
     def metrics(self, slots: np.ndarray) -> dict[str, Any]:
         """Return what the policy believes, in plain numbers.

@@ -23,12 +23,8 @@ def save_state(path: str | os.PathLike, posterior: BetaPosterior, calibration: C
     Raises:
         OSError: the directory cannot be written.
     """
-    state = {
-        "format": FORMAT,
-        "version": VERSION,
-        "priors": posterior.state(),
-        "calibration": calibration.state(),
-    }
+    learned = {"priors": posterior.state(), "calibration": calibration.state()}
+    state = {"format": FORMAT, "version": VERSION, **learned}
     with replacing(path, mode=0o600, make_directory=False) as file:
         file.write_text(json.dumps(state, separators=(",", ":")), encoding="utf-8")
 
@@ -49,12 +45,11 @@ def load_state(path: str | os.PathLike, posterior: BetaPosterior, calibration: C
         state = json.loads(path.read_text(encoding="utf-8"))
         if (state["format"], state["version"]) != (FORMAT, VERSION):
             raise ValueError(f"format and version must be {FORMAT!r} and {VERSION}")
-        # Both are tried on scratch copies first, so that half a damaged file changes nothing.
+        # Half a damaged file changes nothing: what is refused is refused whole, the calibration by a scratch copy.
         Calibration().restore(state["calibration"])
-        BetaPosterior(1).restore(state["priors"])
+        posterior.restore(state["priors"])
     except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
         logger.warning("eesd: policy_args.state_file %s is ignored: %s", path, " ".join(str(error).split()))
         return False
     calibration.restore(state["calibration"])
-    posterior.restore(state["priors"])
     return True

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from vllm_eesd.policy import DraftLengthPolicy, Outcome
 from vllm_eesd.round.counters import DraftStats
 
-#: Steps until a verdict is read where the device runs behind the host (Model Runner V2). vLLM keeps two
+#: Steps until a verdict is read where the host runs ahead of the device (Model Runner V2). vLLM keeps two
 #: batches in flight under asynchronous scheduling: when the host drafts for step t, step t - 2 is the last one whose
 #: output it has certainly had.
 READBACK_DELAY = 2

@@ -1,4 +1,4 @@
-"""A device that runs behind its host, in the replay: rounds as Model Runner V2 runs them.
+"""A device whose host runs ahead of it, in the replay: rounds as Model Runner V2 runs them.
 
 The host launches work on one stream and goes on; it loses time only where it waits for a result. A round is decided
 ahead, every row of the batch runs every draft step, and outcomes reach the policy `READBACK_DELAY` steps late.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -53,14 +53,11 @@ class Device(World):
     Attributes:
         verify_seen_ms: from the end of the drafting before the last step of the target to that step's end, as a clock
             on the stream shows it: where the host is late, drafting fills the gap.
-        events: what the host did, in its order: ("launch", number of a draft step, 0 for the target) or ("wait", the
-            draft step waited for).
     """
 
     def __init__(self, costs: dict[str, Any], host: HostTimes, seed: int = 0) -> None:
         super().__init__(costs, seed=seed)
         self.host = host
-        self.events: list[tuple[str, int]] = []
         self._host_ms = self._device_ms = self._last_end = self.verify_seen_ms = 0.0
         #: When the last two steps of the target end.
         self._ends = deque([0.0, 0.0], maxlen=2)
@@ -70,24 +67,19 @@ class Device(World):
     def _step_ms(self, num_reqs: int) -> float:
         return self.host.step_ms + self.host.request_ms * num_reqs
 
-    def launch(self, step: int, host_ms: float, device_ms: float) -> float:
+    def launch(self, host_ms: float, device_ms: float) -> float:
         """Launch work, which the device does after all before it; return when it ends."""
-        self.events.append(("launch", step))
-        return self._launch(host_ms, device_ms)
-
-    def _launch(self, host_ms: float, device_ms: float) -> float:
         self._host_ms += host_ms
         self._device_ms = max(self._device_ms, self._host_ms) + device_ms
         return self._device_ms
 
-    def wait(self, step: int, end: float) -> None:
+    def wait(self, end: float) -> None:
         """Let the host sleep until a draft step's end, and decide."""
-        self.events.append(("wait", step))
         self._host_ms = max(self._host_ms, end) + self.host.decide_ms
 
     def prepare(self) -> None:
         """Launch what prepares a round's draft inputs."""
-        self._launch(self.host.inputs_host_ms, self.host.inputs_device_ms)
+        self.launch(self.host.inputs_host_ms, self.host.inputs_device_ms)
 
     def draft_ms(self, num_reqs: int) -> float:
         """Return the device's time for a draft step of all rows."""
@@ -98,18 +90,11 @@ class Device(World):
         # An engine with asynchronous scheduling schedules a step once it has answered the last but one.
         self._host_ms = max(self._host_ms, self._ends[0])
         drafted = self._device_ms
-        end = self.launch(0, self._step_ms(num_reqs), self.verify_ms(num_reqs, int(num_verified.sum())))
+        end = self.launch(self._step_ms(num_reqs), self.verify_ms(num_reqs, int(num_verified.sum())))
         self._ends.append(end)
         self.verify_seen_ms = end - drafted
         ms, self._last_end = end - self._last_end, end
         return ms
-
-
-class _Pending(NamedTuple):
-    """What became of a step, not read yet, and which of a slot's requests each row was."""
-
-    outcome: Outcome
-    generations: np.ndarray
 
 
 class DeviceNgrams:
@@ -147,15 +132,13 @@ class DeviceNgrams:
         """Compare every draft with what its text goes on with, of which the step emitted so many tokens."""
         slots = batch.slots
         num_judged = np.minimum(num_emitted, self.tokens.shape[1])
-        num_right = np.zeros_like(num_judged)
-        for row, (slot, judged) in enumerate(zip(slots, num_judged, strict=True)):
-            followed = batch.texts[slot, batch.num_tokens[row] :][:judged]
-            num_right[row] = np.cumprod(followed == self.tokens[slot, : len(followed)]).sum()
+        drafts = [self.tokens[slot, :judged] for slot, judged in zip(slots, num_judged, strict=True)]
+        num_right = np.array([batch.num_right(row, draft) for row, draft in enumerate(drafts)])
         self._judged.append((slots, self.rates.matched[slots], num_judged, num_right))
 
 
 class DeviceDrafter(PolicyDrafter):
-    """A policy on a device that runs behind its host, in rounds decided ahead.
+    """A policy on such a device, in rounds decided ahead.
 
     Args:
         policy: fresh.
@@ -166,17 +149,18 @@ class DeviceDrafter(PolicyDrafter):
         policy.costs.all_rows_draft = True
         self._device_ngrams: DeviceNgrams | None = None
         num_slots = policy.posterior.max_num_reqs
-        self._generation = np.zeros(num_slots, dtype=np.int64)
         self._known = np.full((num_slots, MAX_SPECULATIVE_TOKENS), np.nan, dtype=np.float32)
-        self._pending: deque[_Pending] = deque()
+        #: What became of the last steps, not read yet, of requests that still run.
+        self._pending: deque[Outcome] = deque()
 
     def draft(self, batch: Batch, world: Device) -> tuple[np.ndarray, np.ndarray]:
         new = batch.slots[batch.new]
         if len(new):
             self.policy.reset(new)
-            self._generation[new] += 1
             self._known[new] = np.nan
-        self._learn()
+            self._pending = deque(_rows(outcome, ~np.isin(outcome.slots, new)) for outcome in self._pending)
+        if len(self._pending) > READBACK_DELAY:
+            self._learn(self._pending.popleft())
         num_reqs, costs = len(batch.slots), self.policy.costs
         if world.verify_seen_ms:
             costs.observe_verify(self._num_reqs, self._num_tokens, world.measured(world.verify_seen_ms))
@@ -194,11 +178,11 @@ class DeviceDrafter(PolicyDrafter):
         round_.decide_ahead(self._known[batch.slots])
         self._from_ngrams, num_steps = round_.from_ngrams, round_.num_steps
         for row in np.flatnonzero(self._from_ngrams).tolist():
-            batch.copy(row, ngrams.tokens[batch.slots[row], : round_.lengths[row]].tolist())
+            batch.matches[row] = batch.num_right(row, ngrams.tokens[batch.slots[row], : round_.lengths[row]])
         if num_steps:
             self._prepare(world, len(batch.slots))
-        for step in range(1, num_steps + 1):
-            world.launch(step, world.host.launch_ms, world.draft_ms(len(batch.slots)))
+        for _ in range(num_steps):
+            world.launch(world.host.launch_ms, world.draft_ms(len(batch.slots)))
         return round_.lengths, num_steps
 
     def _find_on_device(self, batch: Batch) -> DeviceNgrams | None:
@@ -224,17 +208,16 @@ class DeviceDrafter(PolicyDrafter):
         outcome = Outcome(batch.slots, num_verified, num_accepted, *made, self._num_steps)
         if self._device_ngrams is not None:
             self._device_ngrams.judge(batch, num_accepted + 1)
-        self._pending.append(_Pending(outcome, self._generation[batch.slots]))
+        self._pending.append(outcome)
 
-    def _learn(self) -> None:
-        """Learn from the step that is now old enough, of requests that still run."""
-        if len(self._pending) <= READBACK_DELAY:
-            return
-        outcome, generations = self._pending.popleft()
-        here = self._generation[outcome.slots] == generations
-        if not here.any():
-            return
+    def _learn(self, outcome: Outcome) -> None:
         if outcome.num_steps:
-            self._known[outcome.slots[here]] = outcome.confidences[here]
-        *columns, num_steps = outcome
-        self.policy.observe(Outcome(*(column[here] for column in columns), num_steps))
+            self._known[outcome.slots] = outcome.confidences
+        if len(outcome.slots):
+            self.policy.observe(outcome)
+
+
+def _rows(outcome: Outcome, chosen: np.ndarray) -> Outcome:
+    """Return what became of some rows, [num_rows] bool."""
+    *columns, num_steps = outcome
+    return Outcome(*(column[chosen] for column in columns), num_steps)

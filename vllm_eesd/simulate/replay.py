@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -35,10 +36,10 @@ class Batch:
     texts: np.ndarray
     num_tokens: np.ndarray
 
-    def copy(self, row: int, tokens: list[int]) -> None:
-        """Replace a row's recorded draft by these tokens: `matches` counts those that its text goes on with."""
+    def num_right(self, row: int, tokens: Sequence[int]) -> int:
+        """Return how many of these tokens, from the first, a row's text goes on with."""
         followed = self.texts[self.slots[row], self.num_tokens[row] :][: len(tokens)]
-        self.matches[row] = np.cumprod(followed == tokens[: len(followed)]).sum()
+        return np.cumprod(followed == tokens[: len(followed)]).sum()
 
 
 class Drafter:
@@ -61,7 +62,7 @@ class Replay:
         plain_ms: what a plain step of the same batch would have taken.
         tokens: emitted in each step.
         num_reqs: requests in each step.
-        draft_lengths: of every request in every step, drafted or copied.
+        draft_lengths: of every request in every step, n-gram drafts too.
     """
 
     ms: list[float] = field(default_factory=list)
@@ -185,7 +186,7 @@ class PolicyDrafter(Drafter):
         nothing = np.zeros(len(batch.slots), np.int64)
         drafts = draft_tokens(round_, _RecordedDrafts(batch, self.policy, world), nothing)
         for row in np.flatnonzero(round_.from_ngrams).tolist():
-            batch.copy(row, drafts[row])
+            batch.matches[row] = batch.num_right(row, drafts[row])
         num_drafted = np.where(round_.from_ngrams, 0, round_.lengths)
         if num_drafted.any():
             self.policy.costs.observe_draft_round(len(drafts), world.measured(world.draft_round_ms(len(drafts))))

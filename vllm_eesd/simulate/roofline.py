@@ -9,7 +9,7 @@ A step over t tokens of n requests with context c, through some layers and perha
 
 Each line takes as long as the longer of its two, lines come one after another. Nothing is known here of kernel
 launches, of latencies of links, of the engine's own work, or of how much of the published peaks is reached: real steps
-take longer, and short ones (a draft step) suffer more. `Overheads` takes what is known of that.
+take longer, and short ones (a draft step) suffer more. What is known of that is added (`Roofline`).
 """
 
 from __future__ import annotations
@@ -20,9 +20,8 @@ from pathlib import Path
 from typing import Any
 
 #: Bytes of a weight. With fp8 weights keys, values and what devices send each other stay in bfloat16, vLLM's default.
-WEIGHT_BYTES = {"float32": 4.0, "bfloat16": 2.0, "fp8": 1.0}
-KV_BYTES = {"float32": 4.0, "bfloat16": 2.0, "fp8": 2.0}
-SENT_BYTES = 2.0
+WEIGHT_BYTES = {"bfloat16": 2.0, "fp8": 1.0}
+KV_BYTES = SENT_BYTES = 2.0
 #: Llama 3's proportions, for what is not given: an MLP of 3.5 times the width, heads of 128, 8 of them for KV.
 MLP_RATIO, HEAD_DIM, KV_HEADS = 3.5, 128, 8
 
@@ -115,9 +114,10 @@ class Shape:
         """Weights of all layers, the embedding and the LM head."""
         return self.layers * self.layer_weights + 2 * self.vocab * self.hidden
 
-    def kv_bytes(self, dtype: str) -> float:
-        """Bytes of one token's keys and values in one layer."""
-        return 2 * self.kv_heads * self.head_dim * KV_BYTES[dtype]
+    @property
+    def kv_bytes(self) -> float:
+        """Of one token's keys and values in one layer."""
+        return 2 * self.kv_heads * self.head_dim * KV_BYTES
 
     def work(
         self, layers: int, num_reqs: int, tokens: int, context: int, dtype: str
@@ -128,26 +128,9 @@ class Shape:
         attention = layers * 4 * self.heads * self.head_dim * context * tokens
         return (
             (linear * size, 2.0 * linear * tokens),
-            (layers * num_reqs * context * self.kv_bytes(dtype), float(attention)),
+            (layers * num_reqs * context * self.kv_bytes, float(attention)),
             (head * size, 2.0 * head * tokens),
         )
-
-
-@dataclass(frozen=True)
-class Overheads:
-    """What a roofline cannot know, in ms.
-
-    Attributes:
-        step_ms: of every engine step.
-        draft_step_ms: of every draft step.
-        round_ms: of a round that drafts, in addition to its draft steps.
-        verify_ms: of a step that verifies drafts, in addition to running them through the target.
-    """
-
-    step_ms: float = 0.0
-    draft_step_ms: float = 0.0
-    round_ms: float = 0.0
-    verify_ms: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -162,7 +145,9 @@ class Roofline:
         dtype: of the weights, one that the device has.
         context: tokens of each request in the cache.
         reached: share of the published bandwidth and peak that is reached.
-        overheads: added.
+        step_overhead_ms, draft_overhead_ms: what a roofline cannot know, added to every engine step and draft step.
+        round_overhead_ms: the same of a round that drafts, in addition to its draft steps.
+        verify_overhead_ms: of a step that verifies drafts, in addition to running them through the target.
     """
 
     shape: Shape
@@ -172,15 +157,18 @@ class Roofline:
     dtype: str = "bfloat16"
     context: int = 1024
     reached: float = 1.0
-    overheads: Overheads = Overheads()
+    step_overhead_ms: float = 0.0
+    draft_overhead_ms: float = 0.0
+    round_overhead_ms: float = 0.0
+    verify_overhead_ms: float = 0.0
 
     def verify_ms(self, num_reqs: int, num_drafts: int) -> float:
         """Return the time of a target step over one token of each request and `num_drafts` drafts in all."""
-        own = self.overheads.step_ms + (self.overheads.verify_ms if num_drafts else 0.0)
+        own = self.step_overhead_ms + (self.verify_overhead_ms if num_drafts else 0.0)
         return self._forward_ms(self.shape.layers, num_reqs, num_reqs + num_drafts) + own
 
     def draft_step_ms(self, num_reqs: int) -> float:
-        return self._forward_ms(self.draft_layers, num_reqs, num_reqs) + self.overheads.draft_step_ms
+        return self._forward_ms(self.draft_layers, num_reqs, num_reqs) + self.draft_overhead_ms
 
     def _forward_ms(self, layers: int, num_reqs: int, tokens: int) -> float:
         bandwidth, peak = self.gpu.bandwidth_tb_s * 1e12, self.gpu.tflops[self.dtype] * 1e12
@@ -193,7 +181,7 @@ class Roofline:
     def memory_gb(self, num_reqs: int) -> float:
         """Return what one device holds: weights and the KV of so many requests, the exit layer's included."""
         weights = (self.shape.weights + self.shape.layer_weights) * WEIGHT_BYTES[self.dtype]
-        kv = num_reqs * self.context * (self.shape.layers + 1) * self.shape.kv_bytes(self.dtype)
+        kv = num_reqs * self.context * (self.shape.layers + 1) * self.shape.kv_bytes
         return (weights + kv) / self.tp / 1e9
 
 
@@ -204,7 +192,7 @@ def costs_of(times: Roofline, batch: int, longest_draft: int) -> dict[str, Any]:
     return {
         "verify_ms": verify,
         "draft_step_ms": [[size, times.draft_step_ms(size)] for size in sizes],
-        "draft_round_ms": [[1, times.overheads.round_ms]],
+        "draft_round_ms": [[1, times.round_overhead_ms]],
     }
 
 

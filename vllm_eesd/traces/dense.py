@@ -13,7 +13,7 @@ with `model` the target's name, whose tokenizer spells the ids, `prior` the exit
 At emitted position t a greedy draft of K tokens was made. `matches[t]` of them, from the left, are what the target
 emitted next; `confidences[t * K + j]` is draft token j + 1's probability in thousandths. `emitted[t]` is the token
 that draft follows. `prompt` and `emitted` may be left out together: such a request is replayed without n-gram
-continuations, which are made of the text.
+drafts, which are made of the text.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import gzip
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import numpy as np
@@ -57,10 +57,6 @@ class RequestTrace:
     confidences: np.ndarray
     prompt: np.ndarray | None = None
     emitted: np.ndarray | None = None
-
-    def first(self, count: int) -> RequestTrace:
-        """Return the request with its first `count` positions only; its text stays."""
-        return replace(self, matches=self.matches[:count], confidences=self.confidences[:count])
 
     def num_tokens(self, position: int) -> int:
         """Return the length of the text at a position, its own token included; 0 where it was not recorded."""
@@ -103,18 +99,16 @@ class DenseRecorder:
 
     def __init__(self, num_speculative_tokens: int) -> None:
         self.num_speculative_tokens = num_speculative_tokens
-        self._prompts: dict[str, list[int]] = {}
-        self._emitted: dict[str, list[int]] = {}
-        self._drafts: dict[str, list[list[int]]] = {}
-        self._confidences: dict[str, list[list[float]]] = {}
+        #: By request: its prompt, emitted tokens, drafts and their confidences.
+        self._requests: dict[str, tuple[list[int], list[int], list[list[int]], list[list[float]]]] = {}
 
     def __contains__(self, request_id: str) -> bool:
         """Whether the request has begun."""
-        return request_id in self._prompts
+        return request_id in self._requests
 
     def begin(self, request_id: str, prompt: list[int]) -> None:
         """Take in a new request's prompt, in token ids."""
-        self._prompts[request_id] = prompt
+        self._requests[request_id] = prompt, [], [], []
 
     def add(
         self, request_ids: list[str], emitted: list[list[int]], drafts: list[list[int]], confidences: np.ndarray
@@ -129,24 +123,24 @@ class DenseRecorder:
         """
         depth = self.num_speculative_tokens
         for row, (request_id, tokens, draft) in enumerate(zip(request_ids, emitted, drafts, strict=True)):
-            self._emitted.setdefault(request_id, []).extend(tokens)
+            _, all_emitted, all_drafts, all_confidences = self._requests[request_id]
+            all_emitted.extend(tokens)
             if len(draft) == depth:
-                self._drafts.setdefault(request_id, []).append(draft)
-                self._confidences.setdefault(request_id, []).append(confidences[row, :depth].tolist())
+                all_drafts.append(draft)
+                all_confidences.append(confidences[row, :depth].tolist())
 
     def requests(self) -> list[RequestTrace]:
         """Return the requests in the order they began, without drafts whose outcome is not known."""
         traces = []
-        for request_id, drafts in self._drafts.items():
-            emitted = np.array(self._emitted[request_id])
+        for prompt, emitted, drafts, confidences in self._requests.values():
             known = min(len(drafts), len(emitted) - self.num_speculative_tokens)
             if known <= 0:
                 continue
-            followed = np.lib.stride_tricks.sliding_window_view(emitted[1:], self.num_speculative_tokens)[:known]
+            text = np.array(emitted, dtype=np.int32)
+            followed = np.lib.stride_tricks.sliding_window_view(text[1:], self.num_speculative_tokens)[:known]
             matches = np.cumprod(np.array(drafts[:known]) == followed, axis=1).sum(axis=1)
-            confidences = np.array(self._confidences[request_id][:known], dtype=np.float32)
-            prompt, text = (np.array(ids, dtype=np.int32) for ids in (self._prompts[request_id], emitted))
-            traces.append(RequestTrace(matches.astype(np.int64), confidences, prompt, text))
+            shown = np.array(confidences[:known], dtype=np.float32)
+            traces.append(RequestTrace(matches.astype(np.int64), shown, np.array(prompt, dtype=np.int32), text))
         return traces
 
 

@@ -62,7 +62,7 @@ class Round(TypedDict):
         at_s: seconds since the header, when the round's drafting began.
         draft: token ids the target judged.
         confidences: one per draft token, 3 digits, None if unknown.
-        copied: whether the draft is an n-gram continuation (then it has no confidences).
+        copied: whether the draft is an n-gram draft (then it has no confidences).
         accepted: how many of them, from the left.
         emitted: token ids: the accepted ones and the target's own.
         batch: requests that decoded in the step.
@@ -219,7 +219,7 @@ class RoundTrace:
             "draft_step_ms": float(policy.costs.draft_curve(num_reqs)[num_reqs]),
         }
         if len(self._waiting) < MAX_WAITING:
-            self._waiting.append(_Step(verdict, drafts, policy.posterior_of(drafts.slots), shared))
+            self._waiting.append(_Step(verdict, drafts, policy.posterior.parameters(drafts.slots), shared))
 
     def close(self) -> None:
         """Write what waits and end; a second call changes nothing."""

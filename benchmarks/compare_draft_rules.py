@@ -1,6 +1,6 @@
-"""What ends drafting on a device that runs behind its host: rules priced in the replay, before one was built.
+"""What ends drafting on a device whose host runs ahead of it: rules compared in the replay, before one was built.
 
-    python -P benchmarks/price_draft_rules.py [--shapes 8B] [--batches 1,32] [--json FILE]
+    python -P benchmarks/compare_draft_rules.py [--shapes 8B] [--batches 1,32] [--json FILE]
 
 Costs are a roofline of the published figures of an H200 (`vllm_eesd/simulate/roofline.py`), the host's are estimates
 (`HostTimes`; not yet measured on a GPU); acceptance is that of the recorded traces. `goodput` decides, n-gram drafts
@@ -50,7 +50,7 @@ CONDITION_MS = 0.008
 
 
 class Waits(DeviceDrafter):
-    """The host decides step by step, one step behind what it launches; it prices draft steps by the rows that draft."""
+    """The host decides step by step, one step after it launches; a draft step costs what the rows that draft do."""
 
     def __init__(self, policy: Goodput) -> None:
         super().__init__(policy)
@@ -61,9 +61,9 @@ class Waits(DeviceDrafter):
         while len(ends) < batch.limits.max(initial=0) and (round_.limits[round_.rows] > len(ends)).any():
             if not ends:
                 self._prepare(world, len(batch.slots))
-            ends.append(world.launch(len(ends) + 1, world.host.launch_ms, world.draft_ms(len(batch.slots))))
+            ends.append(world.launch(world.host.launch_ms, world.draft_ms(len(batch.slots))))
             if len(ends) > 1:
-                world.wait(len(ends) - 1, ends[-2])
+                world.wait(ends[-2])
                 round_.tell(batch.confidences[round_.rows, len(ends) - 2])
         return self._submitted(batch, round_, len(ends)), len(ends)
 
@@ -122,7 +122,7 @@ class Conditional(DeviceDrafter):
             if not num_steps:
                 self._prepare(world, len(batch.slots))
             num_steps += 1
-            world.launch(num_steps, 0.0, world.draft_ms(len(batch.slots)) + CONDITION_MS)
+            world.launch(0.0, world.draft_ms(len(batch.slots)) + CONDITION_MS)
             round_.tell(batch.confidences[round_.rows, num_steps - 1])
         return round_.lengths, num_steps
 
@@ -143,20 +143,20 @@ RULES = {
 }
 
 
-def price(shape: str, batch: int, path: Path, host_scale: float, seed: int) -> dict[str, float]:
-    """Return tokens per time relative to plain decoding, by rule."""
+def goodput_by_rule(shape: str, batch: int, path: Path, host_scale: float, seed: int) -> dict[str, float]:
+    """Return tokens per time relative to plain decoding."""
     (trace,) = load_traces([str(path)]).values()
     sizes, draft_layers, tp = SHAPES[shape]
     machine = Roofline(sizes, draft_layers, GPUS["h200"], tp, "bfloat16", CONTEXT, REACHED)
     costs = costs_of(machine, batch, trace.num_speculative_tokens)
     trace = replace(trace, requests=trace.requests * ceil(2 * batch / len(trace.requests)))
-    prices = {}
+    goodputs = {}
     for name, (rule, host) in RULES.items():
         scaled = replace(host, step_ms=host.step_ms * host_scale, request_ms=host.request_ms * host_scale)
         policy = build_policy("goodput", BetaPosterior(batch, *trace.prior), seed, {"ngram": False})
         result = replay(trace, rule(policy), Device(costs, scaled, seed), batch)
-        prices[name] = round(result.goodput_vs_plain, 3)
-    return prices
+        goodputs[name] = round(result.goodput_vs_plain, 3)
+    return goodputs
 
 
 def main() -> None:
@@ -173,9 +173,10 @@ def main() -> None:
     for shape in args.shapes.split(","):
         for batch in map(int, args.batches.split(",")):
             for path in TRACES:
-                name, prices = path.name.split(".")[0], price(shape, batch, path, args.host_scale, args.seed)
-                rows.append({"shape": shape, "batch": batch, "trace": name, "host_scale": args.host_scale} | prices)
-                cells = " | ".join(f"{prices[rule]:.2f}" for rule in RULES)
+                name = path.name.split(".")[0]
+                found = goodput_by_rule(shape, batch, path, args.host_scale, args.seed)
+                rows.append({"shape": shape, "batch": batch, "trace": name, "host_scale": args.host_scale} | found)
+                cells = " | ".join(f"{found[rule]:.2f}" for rule in RULES)
                 print(f"| {shape} | {batch} | {name.replace('_', ' ')} | {cells} |", flush=True)
     if args.json:
         args.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
