@@ -57,7 +57,7 @@ def machine(monkeypatch):
 def test_forwards_and_draft_steps_are_timed_by_the_same_clock(machine, device):
     """By the host's clock a plain step would look dearer than it is by what the host takes, and a draft step not."""
     on_gpu, started = device == "cuda", {}
-    runner = SimpleNamespace(device=SimpleNamespace(type=device), max_num_reqs=8)
+    runner = SimpleNamespace(device=SimpleNamespace(type=device), max_num_reqs=8, lora_config=None)
     runner.scheduler_config = SimpleNamespace(max_num_batched_tokens=64)
     runner.model = SimpleNamespace(compute_logits=lambda hidden_states: None)
     speculator = SimpleNamespace(skips_dummy_runs=False, num_speculative_tokens=3)
