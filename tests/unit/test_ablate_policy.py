@@ -25,6 +25,7 @@ REASONS = {
     "policy.posterior.MAX_COUNT policy.state.MAX_FILE_BYTES",
     "size of a table": "policy.costs._SIZES policy.posterior.MAX_PRIOR_KEYS round.ngram.NUM_CLASSES",
     "follows from the normal distribution": "policy.costs.STANDARD_ERROR",
+    "follows from another constant": "policy.goodput.PLAIN_EVERY",
     "of a metric": "policy.protocol.INTERVAL_DRAWS",
     "a switch": "policy_args.GoodputArgs.ngram",
     "bounds time that no replay has": "round.ngram.MAX_SEARCHED round.idle.MAY_NOT_DRAFT",
@@ -58,8 +59,8 @@ def test_every_number_is_listed_once():
     assert sorted(TUNED + NOT_TUNED) == sorted(found)
 
 
-def test_at_most_27_are_tuned():
-    assert len(TUNED) <= 27
+def test_at_most_25_are_tuned():
+    assert len(TUNED) <= 25
 
 
 def test_the_test_above_would_see_a_new_constant():

@@ -7,7 +7,7 @@ import pytest
 
 from vllm_eesd.config import MAX_SPECULATIVE_TOKENS
 from vllm_eesd.policy.calibration import EDGES, FILE_NAME, NUM_BINS, Calibration
-from vllm_eesd.policy.costs import REFRESH_EVERY
+from vllm_eesd.policy.costs import WINDOW
 
 #: Five standard errors of a share of 4000 outcomes, and the pull of the pseudo-counts.
 TOLERANCE = 0.06
@@ -67,7 +67,7 @@ def test_requests_that_do_not_share_teach_nothing():
 def test_an_unknown_confidence_means_the_position():
     calibration = Calibration()
     unknown = np.full((1, MAX_SPECULATIVE_TOKENS), np.nan, dtype=np.float32)
-    for _ in range(50 * REFRESH_EVERY):
+    for _ in range(50 * WINDOW):
         calibration.observe(unknown, np.array([1]), np.array([1]))
     assert at(calibration, np.nan) > 0.9
     assert at(calibration, 0.15) < 0.5, "outcomes without a confidence say nothing of any confidence"

@@ -82,7 +82,7 @@ class Calibration:
         num_accepted: np.ndarray,
         updates_shared_prior: np.ndarray | None = None,
     ) -> None:
-        """Take in one round's outcomes; they show within `costs.REFRESH_EVERY` rounds.
+        """Take in one round's outcomes; they show within `costs.WINDOW` rounds.
 
         Args:
             confidences: [num_rows, longest draft] float32, NaN where unknown; equally wide in every call.
@@ -94,7 +94,7 @@ class Calibration:
         if updates_shared_prior is not None:
             num_judged = num_judged * updates_shared_prior
         self._waiting.append((confidences, num_judged, num_accepted))
-        if len(self._waiting) >= costs.REFRESH_EVERY:
+        if len(self._waiting) >= costs.WINDOW:
             self._count_waiting()
 
     def _count_waiting(self) -> None:

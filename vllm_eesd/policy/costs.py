@@ -9,16 +9,15 @@ from typing import Any
 
 import numpy as np
 
-#: Times a median is taken over. It forgets slow drift (longer contexts) and shrugs off half of them being outliers.
-WINDOW = 15
+#: Times a median is taken over: it forgets slow drift (longer contexts) and shrugs off half of them being outliers. And
+#: new times or rounds after which curves and rates are computed again: after each would cost more than it teaches.
+WINDOW = 16
 #: A median of fewer is at the mercy of one compilation: such a cell is not used while others are.
 MIN_SAMPLES = 3
 #: Of a median, in median distances from it, for one normally distributed time: 1.253 times 1.483 (their deviation).
 STANDARD_ERROR = 1.86
 #: No step takes an hour: such a time is a fault of the clock.
 MAX_MS = 3.6e6
-#: Curves and rates are computed again after so many new times or rounds: after each would cost more than it teaches.
-REFRESH_EVERY = 16
 #: What each further verified token costs before any measurement, relative to a plain step.
 DEFAULT_VERIFY_GROWTH = 0.06
 #: Sizes above 8 share a cell with those within about a fifth.
@@ -213,7 +212,7 @@ class _Medians:
         times = self._times.setdefault(cell_of(size), deque(maxlen=WINDOW))
         times.append((size, ms))
         self._since_refresh += 1
-        if len(times) == MIN_SAMPLES or self._since_refresh >= REFRESH_EVERY or self.curve is None:
+        if len(times) == MIN_SAMPLES or self._since_refresh >= WINDOW or self.curve is None:
             self._refresh()
             return True
         return False

@@ -9,7 +9,7 @@ import numpy as np
 import vllm_eesd.policy.expected_gain as expected_gain
 from vllm_eesd.config import MAX_SPECULATIVE_TOKENS
 from vllm_eesd.policy.calibration import Calibration
-from vllm_eesd.policy.costs import CostModel
+from vllm_eesd.policy.costs import WINDOW, CostModel
 from vllm_eesd.policy.guard import Guard
 from vllm_eesd.policy.posterior import BetaPosterior
 from vllm_eesd.policy.protocol import DraftLengthPolicy, Outcome
@@ -35,8 +35,9 @@ OPTION_VALUE = 0.2
 #: After so many rounds without drafts, deciding whether to draft may take `probe_budget` of the time: the decision is
 #: skipped for some rounds.
 QUIET_ROUNDS = 8
-#: One round in so many is a plain one, and every other while too few were timed: the unit of all comparisons.
-PLAIN_EVERY = 256
+#: One round in so many is a plain one, and every other while too few were timed: the unit of all comparisons. A window
+#: of plain times is as old as so many windows of the others.
+PLAIN_EVERY = WINDOW * WINDOW
 
 
 class Goodput(DraftLengthPolicy):
