@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 
-#: Times a median is taken over: it forgets slow drift (longer contexts) and shrugs off half of them being outliers. And
-#: new times or rounds after which curves and rates are computed again: after each would cost more than it teaches.
+#: Times a median is taken over: it forgets slow drift (longer contexts) and shrugs off outliers, if just under half of
+#: them are. And new times or rounds after which curves and rates are computed again: after each would cost more than it
+#: teaches.
 WINDOW = 16
 #: A median of fewer is at the mercy of one compilation: such a cell is not used while others are.
 MIN_SAMPLES = 3
