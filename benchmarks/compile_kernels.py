@@ -71,15 +71,13 @@ def absent(*names: str) -> dict:
 
 
 def exit_head_cases() -> list[Case]:
-    """Every tile size with every weight type, with and without the logits; logits alone; the merge of the tiles."""
+    """Every tile size with every weight type; logits that are there already; the merge of the tiles."""
     cases = []
     for model, weight_bytes in (("bf16", 2), ("fp16", 2), ("fp32", 4)):
         for tile in dict.fromkeys(exit_head.tiles(num_tokens, weight_bytes) for num_tokens in (1, 16, 32, 64)):
             blocks = {"BLOCK_T": tile.block_t, "BLOCK_V": tile.block_v, "BLOCK_H": tile.block_h}
-            for way, given in (("token", absent("logits_out")), ("logits", {})):
-                name = f"exit_head {model} {tile.block_t}x{tile.block_v}x{tile.block_h} {way}"
-                kernel, constexprs = exit_head._exit_head_kernel, blocks | given
-                cases.append(Case(name, kernel, model, constexprs, tile.num_warps, tile.num_stages))
+            name = f"exit_head {model} {tile.block_t}x{tile.block_v}x{tile.block_h}"
+            cases.append(Case(name, exit_head._exit_head_kernel, model, blocks, tile.num_warps, tile.num_stages))
     for model in ("bf16", "fp32"):
         blocks = {"BLOCK_V": choose_tokens.CHOOSE_BLOCK}
         cases.append(Case(f"choose_tokens {model}", choose_tokens._choose_kernel, model, blocks))

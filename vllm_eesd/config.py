@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 #: Longer drafts have never paid off anywhere, and every scheduled draft costs verification work and KV slots.
 MAX_SPECULATIVE_TOKENS = 32
@@ -14,6 +14,10 @@ LONGEST_DRAFT, LONGEST_COPY = 8, 16
 
 PolicyName = Literal["adaedl", "beta_ts", "calibrated_ts", "confidence", "draft_verify", "fixed", "goodput"]
 POLICY_NAMES: tuple[str, ...] = get_args(PolicyName)
+#: vLLM's own drafters know `auto` as `probabilistic`.
+DraftSampleMethod = Annotated[
+    Literal["auto", "greedy"], BeforeValidator(lambda given: "auto" if given == "probabilistic" else given)
+]
 
 
 class EESDConfig(BaseModel):
@@ -39,12 +43,17 @@ class EESDConfig(BaseModel):
     policy_args: dict[str, Any] = Field(
         default_factory=dict, description="settings of that policy, see `vllm_eesd.policy_args`"
     )
-    draft_sample_method: Literal["greedy", "probabilistic"] = Field(
-        "greedy",
-        description="greedy drafts the most probable token, verified as one-hot; probabilistic draws it at the "
-        "request's temperature, verified against the draft distribution (greedy requests draft as before)",
+    draft_sample_method: DraftSampleMethod = Field(
+        "auto",
+        description="auto draws drafts at the request's temperature, verified against the distribution they come from, "
+        "and drafts the most probable token for greedy requests; greedy does so for all, verified as one-hot",
     )
     seed: int = Field(0, ge=0, description="of the policy's own random generator (independent of sampling)")
+
+    @property
+    def draws_drafts(self) -> bool:
+        """Whether requests that sample have their drafts drawn."""
+        return self.draft_sample_method == "auto"
 
     @classmethod
     def parse(cls, spec: str | dict[str, Any] | None) -> EESDConfig:

@@ -24,7 +24,6 @@ def exit_head(
     norm_weight: torch.Tensor | None = None,
     eps: float = 1e-6,
     d2t: torch.Tensor | None = None,
-    logits_out: torch.Tensor | None = None,
 ) -> DraftTokens:
     """Return one drafted token per row with its probability: RMSNorm, LM head, argmax.
 
@@ -37,15 +36,11 @@ def exit_head(
         norm_weight: [hidden_size]; None if the hidden states are normed already.
         eps: of the RMSNorm.
         d2t: [vocab_size] int64, the target's id of each row of `weight`; None if they are the same.
-        logits_out: [num_tokens, vocab_size], receives the logits; its columns are the weight's rows.
     """
     if norm_weight is not None:
         hidden_states = F.rms_norm(hidden_states, norm_weight.shape, norm_weight, eps)
     # On CPUs with AMX torch 2.13 reads past bfloat16 rows of odd length; between strided ones may be anything.
-    logits = F.linear(hidden_states.contiguous(), weight)
-    if logits_out is not None:
-        logits_out.copy_(logits)
-    return choose_tokens(logits, d2t=d2t)
+    return choose_tokens(F.linear(hidden_states.contiguous(), weight), d2t=d2t)
 
 
 def choose_tokens(logits: torch.Tensor, *, d2t: torch.Tensor | None = None) -> DraftTokens:

@@ -4,8 +4,8 @@
 
 Grid of `_exit_head_kernel`: (vocabulary tiles, row tiles). A program multiplies its tile of the weight with its rows
 and sums their squares on the way: rms is a factor of the whole row, so the product need not wait for it. It writes
-three numbers per row, which `choose_tokens.py` computes and merges. Two launches. The logits reach memory only if
-asked for. Bytes: vocab_size * hidden_size * (bytes of the weight) + small change.
+three numbers per row, which `choose_tokens.py` computes and merges. Two launches; the logits never reach memory.
+Bytes: vocab_size * hidden_size * (bytes of the weight) + small change.
 
 From `CUBLAS_FROM` rows on, the product is compute-bound: torch multiplies, and `_choose_kernel` reads the logits.
 """
@@ -62,8 +62,6 @@ def _exit_head_kernel(
     weight_ptr,  # [vocab_size, hidden_size]
     weight_stride,
     norm_weight_ptr,  # [hidden_size] or None
-    logits_out_ptr,  # [num_tokens, vocab_size] or None
-    logits_out_stride,
     maxima_ptr,
     sums_ptr,
     columns_ptr,
@@ -107,12 +105,6 @@ def _exit_head_kernel(
     if norm_weight_ptr is not None:
         logits *= tl.rsqrt(squares / hidden_size + eps)[None, :]
     rounded = logits.to(hidden_ptr.dtype.element_ty)
-    if logits_out_ptr is not None:
-        tl.store(
-            logits_out_ptr + tokens[None, :] * logits_out_stride + columns[:, None],
-            rounded.to(logits_out_ptr.dtype.element_ty),
-            mask=token_mask[None, :] & column_mask[:, None],
-        )
     judged = tl.where(column_mask[:, None], rounded.to(tl.float32), float("-inf"))
     tile_statistics(judged, tokens, token_mask, maxima_ptr, sums_ptr, columns_ptr, num_tokens)
 
@@ -124,7 +116,6 @@ def exit_head(
     norm_weight: torch.Tensor | None = None,
     eps: float = 1e-6,
     d2t: torch.Tensor | None = None,
-    logits_out: torch.Tensor | None = None,
 ) -> DraftTokens:
     """Return one drafted token per row with its probability; see `cpu.exit_head.exit_head`."""
     assert hidden_states.stride(-1) == 1 and weight.stride(-1) == 1
@@ -132,10 +123,7 @@ def exit_head(
     if num_tokens >= CUBLAS_FROM:
         if norm_weight is not None:
             hidden_states = F.rms_norm(hidden_states, norm_weight.shape, norm_weight, eps)
-        logits = F.linear(hidden_states, weight)
-        if logits_out is not None:
-            logits_out.copy_(logits)
-        return choose_tokens(logits, d2t=d2t)
+        return choose_tokens(F.linear(hidden_states, weight), d2t=d2t)
     block_t, block_v, block_h, num_warps, num_stages = tiles(num_tokens, weight.element_size())
     grid = (triton.cdiv(vocab_size, block_v), triton.cdiv(num_tokens, block_t))
     written = workspace(hidden_states, grid[0], num_tokens)
@@ -145,8 +133,6 @@ def exit_head(
         weight,
         weight.stride(0),
         norm_weight,
-        logits_out,
-        0 if logits_out is None else logits_out.stride(0),
         *written,
         num_tokens,
         vocab_size,

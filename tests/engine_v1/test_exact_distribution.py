@@ -39,7 +39,7 @@ POLICIES = get_args(EESDConfig.model_fields["policy"].annotation)
 DRAFT_SAMPLE_METHODS = get_args(EESDConfig.model_fields["draft_sample_method"].annotation)
 PLAIN = "plain"
 #: Drafts are drawn from some of the target's tokens only: what it says beyond them must come from the residual.
-PRUNED, DRAFT_TOKENS = "probabilistic, draft vocabulary", (0, 2, 3, 4, 7)
+PRUNED, DRAFT_TOKENS = "auto, draft vocabulary", (0, 2, 3, 4, 7)
 #: Each goes its own way through vLLM's samplers or ours; a greedy request has one output only.
 ONE_KIND = ("T=0.5", "T=1.5, top_k and top_p", "repetition penalty", "frequency penalty", "own seeds")
 
@@ -203,7 +203,7 @@ FAULTY = {
 }
 
 
-@pytest.mark.parametrize("llm", ["probabilistic"], indirect=True)
+@pytest.mark.parametrize("llm", ["auto"], indirect=True)
 @pytest.mark.fault
 def test_faults_while_drafts_are_drawn_bias_nothing(llm, distributions, monkeypatch, counts, drafter_of):
     """A draft must never be verified against the distribution of another one, one that a fault left behind."""
@@ -248,7 +248,7 @@ def test_ngram_drafts(llm, distributions, every_ngram_taken, names):
     assert stats["drafted"] > stats["copied"]
 
 
-@pytest.mark.parametrize("llm", ["probabilistic"], indirect=True)
+@pytest.mark.parametrize("llm", ["auto"], indirect=True)
 def test_an_ngram_draft_taken_for_a_drawn_one_is_caught(llm, distributions, every_ngram_taken, monkeypatch, verified):
     monkeypatch.setattr(DraftSampling, "keep_certain", lambda *args: None)
     verdict, _ = verdict_on(llm, distributions, ["T=1"], NUM_SAMPLES_PLANTED, policy="goodput")
@@ -332,12 +332,12 @@ def test_a_planted_bug_is_caught(llm, distributions, monkeypatch, verified, plan
     assert_caught(llm, distributions, monkeypatch, verified, plant)
 
 
-@pytest.mark.parametrize("llm", ["probabilistic"], indirect=True)
+@pytest.mark.parametrize("llm", ["auto"], indirect=True)
 def test_a_drawn_draft_must_not_be_dropped(llm, distributions, monkeypatch, verified):
     assert_caught(llm, distributions, monkeypatch, verified, drop_unlikely_drafts)
 
 
-@pytest.mark.parametrize("llm", ["probabilistic"], indirect=True)
+@pytest.mark.parametrize("llm", ["auto"], indirect=True)
 def test_sampled_drafts_without_a_bug_are_exact(llm, distributions, monkeypatch):
     """The planted bugs are what is caught above, not the table."""
     TableDrafter(monkeypatch, distributions["T=1"])

@@ -147,7 +147,7 @@ def test_memory_is_profiled_before_there_is_a_kv_cache(modules, drafting):
 def test_a_graph_is_replayed_once_a_step(modules, drafting, monkeypatch, in_graph):
     calls = []
     full = modules.steps.CUDAGraphMode.FULL
-    drafting._graphs = SimpleNamespace(run_fullgraph=lambda graph: calls.append("replay"))
+    drafting._graphs = {False: SimpleNamespace(run_fullgraph=lambda graph: calls.append("replay"))}
     drafting.supports_decode_metadata_update = in_graph
     group = SimpleNamespace(map_to_kernel_block_table=lambda table: calls.append("block table"))
     drafting.attn_groups, drafting.block_tables.input_block_tables = [[group]], [None]

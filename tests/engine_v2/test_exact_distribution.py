@@ -13,6 +13,7 @@ SAMPLING = {"temperature": 1.0}
 POLICIES = get_args(EESDConfig.model_fields["policy"].annotation)
 #: In the same batch; so few samples show little more than that they are possible ones, on a GPU there are enough.
 OTHERS = [
+    {"temperature": 0.0},
     {"temperature": 0.5},
     {"temperature": 1.5, "seed": 1000},
     {"temperature": 1.5, "repetition_penalty": 1.8},
@@ -58,7 +59,7 @@ def test_sampled_output_has_the_targets_distribution(
     """From a draft vocabulary, which is all that drafting from the whole one is, and its logits scattered."""
     calls = force_kernels(monkeypatch) if ends_in == "kernels" else None
     head = cloned_head(eight_token_target, 1, 1, (0, 2, 3, 4, 6, 7))  # the last layer is left out: good, not perfect
-    policy = {"policy": "confidence", "policy_args": {"threshold": 0.4}, "draft_sample_method": "probabilistic"}
+    policy = {"policy": "confidence", "policy_args": {"threshold": 0.4}}
     requests = [SAMPLING] * 7 + OTHERS
     verdict, stats = sample(
         engine, eight_token_target, head, expected, NUM_SAMPLES, requests, policies=POLICIES, **policy
@@ -83,6 +84,5 @@ def test_likely_drafts_passed_off_as_sampled_are_noticed(
 
     monkeypatch.setattr(EarlyExitSpeculator, "_sample", most_probable)
     head = cloned_head(eight_token_target, 1, 1)
-    spec = {"policy": "fixed", "draft_sample_method": "probabilistic"}
-    verdict, _ = sample(engine, eight_token_target, head, expected[:1], NUM_SAMPLES_PLANTED, [SAMPLING], **spec)
+    verdict, _ = sample(engine, eight_token_target, head, expected[:1], NUM_SAMPLES_PLANTED, [SAMPLING], policy="fixed")
     assert verdict.p_value < SIGNIFICANCE

@@ -23,10 +23,12 @@ IN_GRAPHS = {
 #: Draft sampling, whether the kernels are forced, and whether the metadata's update is in the graph.
 ENGINES = {
     "greedy drafts, kernels": ("greedy", True, False),
-    "probabilistic drafts, metadata updated in the graph": ("probabilistic", False, True),
-    "probabilistic drafts, kernels": ("probabilistic", True, False),
+    "drawn drafts, metadata updated in the graph": ("auto", False, True),
+    "drawn drafts, kernels": ("auto", True, False),
     "greedy drafts, metadata updated in the graph": ("greedy", False, True),
 }
+#: Drafts are drawn, and say what greedy ones do.
+NEARLY_GREEDY = 0.01
 #: One request after the other ends: batches of 8, 7, ... 1.
 NUM_TOKENS = tuple(range(4, 12))
 
@@ -39,12 +41,12 @@ def prompts():
 
 @pytest.fixture(scope="module")
 def generate(prompts):
-    """Return generate(llm): token ids of every prompt."""
+    """Return generate(llm, temperature): token ids of every prompt."""
 
-    def run(llm):
+    def run(llm, temperature=0.0):
         from vllm import SamplingParams
 
-        common = {"temperature": 0, "ignore_eos": True, "detokenize": False}
+        common = {"temperature": temperature, "seed": 1, "ignore_eos": True, "detokenize": False}
         params = [SamplingParams(max_tokens=n, **common) for n in NUM_TOKENS]
         outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
         return [tuple(output.outputs[0].token_ids) for output in outputs]
@@ -64,11 +66,11 @@ def spec(random_target, cloned_head):
     return {"method": "eesd", "num_speculative_tokens": K, "policy": "fixed", "model": cloned_head(random_target, 7, 7)}
 
 
-def outcome(llm, generate, policy="fixed"):
+def outcome(llm, generate, policy="fixed", temperature=0.0):
     """(answers, tokens drafted, tokens accepted)."""
     llm.collective_rpc("eesd_use_policy", args=(policy,))
     llm.collective_rpc("eesd_reset_stats")
-    answers = generate(llm)
+    answers = generate(llm, temperature)
     (stats,) = llm.collective_rpc("eesd_stats")
     assert not stats["drafter_faults"]
     return answers, stats["drafted"], stats["accepted"]
@@ -93,7 +95,7 @@ def corrupt(patch):
 @torch.inference_mode()
 def recapture(speculator):
     """Capture the draft steps' graphs anew, as they are now."""
-    speculator.init_cudagraph_manager(speculator._graphs.cudagraph_mode)
+    speculator.init_cudagraph_manager(speculator._graphs[False].cudagraph_mode)
     speculator.capture()
 
 
@@ -109,9 +111,11 @@ def test_greedy_identity_from_graphs(
         engine(random_target, spec, **OPTIONS, **IN_GRAPHS) as llm,
     ):
         runner = runner_of(llm)
-        targets, drafts = runner.cudagraph_manager.graphs, runner.speculator._graphs.graphs
+        targets, drafts = runner.cudagraph_manager.graphs, runner.speculator._graphs
         assert sorted(graph.num_tokens for graph in targets) == SIZES
-        assert sorted(graph.num_tokens for graph in drafts) == DRAFT_SIZES
+        assert list(drafts) == ([False] if sampling == "greedy" else [False, True])
+        for manager in drafts.values():
+            assert sorted(graph.num_tokens for graph in manager.graphs) == DRAFT_SIZES
         check_start(seen, runner)
         num_calls = dict(calls or {})
         for policy in ("fixed", "goodput"):
@@ -123,7 +127,13 @@ def test_greedy_identity_from_graphs(
             answers, drafted, accepted = outcome(llm, generate)
         assert answers == expected
         assert 0 < accepted < drafted
-        assert all(graph.num_replays for graph in drafts.values())
+        assert all(graph.num_replays for graph in drafts[False].graphs.values())
+        if True in drafts:
+            assert not any(graph.num_replays for graph in drafts[True].graphs.values())
+            answers, drafted, accepted = outcome(llm, generate, temperature=NEARLY_GREEDY)
+            assert answers == expected
+            assert accepted
+            assert sum(graph.num_replays > 0 for graph in drafts[True].graphs.values()) > 1
         assert sum(graph.num_replays > 0 for graph in targets.values()) > 2
         if calls is not None:
             assert num_calls["exit_head"] and num_calls["kv_fill"] and calls["exit_head"] == num_calls["exit_head"]
@@ -134,8 +144,9 @@ def test_greedy_identity_from_graphs(
 def check_start(seen, runner):
     """The memory profile measured its own graphs and left nothing; the policy learned nothing of the warm-up."""
     assert seen.graph_memory is not None and seen.graph_memory >= 0
-    assert seen.num_profiled == 2 + len(DRAFT_SIZES)  # the target's two largest, and the draft steps'
-    assert len(seen.graphs) == seen.num_profiled + len(SIZES) + len(DRAFT_SIZES)
+    num_draft_graphs = len(DRAFT_SIZES) * len(runner.speculator._graphs)
+    assert seen.num_profiled == 2 + num_draft_graphs  # the target's two largest, and the draft steps'
+    assert len(seen.graphs) == seen.num_profiled + len(SIZES) + num_draft_graphs
     assert not any(graph.num_replays for graph in seen.graphs[: seen.num_profiled])
     assert seen.warm_up_rounds > 3  # vLLM's made-up requests were decoded, with drafts,
     rounds = runner.speculator.rounds

@@ -49,7 +49,7 @@ model.round_context = lambda hidden_states: hidden_states * 2
 model.whole_logits = lambda logits: logits
 
 
-@pytest.fixture(params=["one head", "deep_context", "probabilistic"])
+@pytest.fixture(params=["one head", "deep_context", "drawn"])
 def drafting(request, steps, monkeypatch):
     """DraftSteps whose buffers have no values."""
     monkeypatch.setattr(steps, "set_forward_context", lambda *args, **kwargs: contextlib.nullcontext())
@@ -84,7 +84,8 @@ def drafting(request, steps, monkeypatch):
     deep = request.param == "deep_context"
     self._round_context = torch.zeros(MAX_REQS, HIDDEN_SIZE, device=META) if deep else None
     self.draft_logits = None
-    if request.param == "probabilistic":
+    if request.param == "drawn":
+        self.draws = True
         self.draft_logits = torch.zeros(MAX_REQS, K, VOCAB_SIZE, device=META)
         monkeypatch.setattr(steps, "gumbel_sample", lambda logits, *args, **kwargs: logits.argmax(dim=-1))
     return self
@@ -152,9 +153,9 @@ def test_launches_outside_the_models_own(drafting, steps, monkeypatch, request):
     run_a_round(drafting, steps, launches)
     rounds = " ".join(launches.launched).split("round ")[1:]
     prepared, *drafted = rounds[0].split("step ")
-    samples = ["gumbel_sample"] if head == "probabilistic" else []
+    samples = ["gumbel_sample"] if head == "drawn" else []
     assert all(step.split() == [*samples, "advance_draft_inputs"] for step in drafted)
-    first = {"one head": [], "deep_context": [], "probabilistic": ["copy_", "copy_"]}[head]
+    first = {"one head": [], "deep_context": [], "drawn": ["copy_", "copy_"]}[head]
     last = ["index", "copy_"] if head == "deep_context" else []
     assert prepared.split() == [*first, "prepare_draft_inputs", *last]
 

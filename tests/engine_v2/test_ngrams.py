@@ -53,7 +53,7 @@ def sampled(engine, eight_token_target, cloned_head, some_ngrams_taken):
         logits = exact.target_logits(eight_token_target, PROMPT)
         expected = exact.joint_distribution(logits, PROMPT, SAMPLING)
         spec = {"method": "eesd", "model": cloned_head(eight_token_target, 1, 1), "num_speculative_tokens": 3}
-        with engine(eight_token_target, spec | {"draft_sample_method": "probabilistic"}, **OPTIONS) as llm:
+        with engine(eight_token_target, spec, **OPTIONS) as llm:
             counts = sum(exact.count_outputs(llm, PROMPT, [SAMPLING] * 8, num_samples))
             (stats,) = llm.collective_rpc("eesd_stats")
         return counts, expected, stats

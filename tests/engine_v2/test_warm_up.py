@@ -61,7 +61,7 @@ def launches(monkeypatch):
     return seen
 
 
-@pytest.mark.parametrize("draft_sample_method", ["greedy", "probabilistic"])
+@pytest.mark.parametrize("draft_sample_method", ["greedy", "auto"])
 def test_serving_passes_nothing_that_was_not_warmed_up(
     engine, greedy, eight_token_target, cloned_head, launches, draft_sample_method
 ):

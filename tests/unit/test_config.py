@@ -9,7 +9,11 @@ from vllm_eesd.config import EESDConfig
 def test_the_bare_word_means_the_defaults():
     config = EESDConfig.parse("eesd")
     assert config == EESDConfig.parse({"method": "eesd"}) == EESDConfig()
-    assert (config.num_speculative_tokens, config.policy, config.draft_sample_method) == (None, "goodput", "greedy")
+    assert (config.num_speculative_tokens, config.policy, config.draft_sample_method) == (None, "goodput", "auto")
+
+
+def test_vllms_own_word_for_drawn_drafts_is_understood():
+    assert EESDConfig.parse({"method": "eesd", "draft_sample_method": "probabilistic"}) == EESDConfig()
 
 
 def test_it_is_frozen():
@@ -28,7 +32,7 @@ def test_it_is_frozen():
         ({"exit_layer": 0}, ["exit_layer", "0", "greater than or equal to 1"]),
         ({"exit_layer": "two"}, ["exit_layer", "'two'", "integer"]),
         ({"policy": "greedy_best"}, ["policy", "'greedy_best'", "beta_ts", "fixed"]),
-        ({"draft_sample_method": "typical"}, ["draft_sample_method", "'typical'", "greedy", "probabilistic"]),
+        ({"draft_sample_method": "typical"}, ["draft_sample_method", "'typical'", "auto", "greedy"]),
         ({"model": 7}, ["model", "7", "string"]),
         ({"seed": -3}, ["seed", "-3"]),
         ({"policy_args": []}, ["policy_args", "[]", "dictionary"]),

@@ -38,10 +38,11 @@ def make_rounds(monkeypatch, world_size=1, **eesd):
     return Rounds(config, max_num_reqs=3, max_model_len=100, device=torch.device("cpu"))
 
 
-def new_request(max_tokens=50, structured_outputs=None, **extra_args):
+def new_request(max_tokens=50, structured_outputs=None, temperature=0.0, **extra_args):
     params = SimpleNamespace(
         extra_args=extra_args,
         max_tokens=max_tokens,
+        temperature=temperature,
         all_stop_token_ids=set(),
         presence_penalty=0,
         frequency_penalty=0,
@@ -416,8 +417,31 @@ def test_ngram_drafts_teach_nothing_about_the_exit_head(monkeypatch):
     assert (stats["copied"], stats["copied_accepted"]) == (K * judged, 2 * judged)
 
 
-def test_a_request_under_a_grammar_may_copy_where_drafts_are_drawn(monkeypatch):
-    rounds = make_rounds(monkeypatch, policy="goodput", draft_sample_method="probabilistic")
-    rounds.admit([0, 1], [new_request(structured_outputs=object()), new_request()])
-    limits, ngram_limits = rounds._limits(target_step([0, 1], [1, 1]), np.array([0, 1]), None)
-    assert limits.tolist() == [0, K] and ngram_limits.tolist() == [K, K]
+GREEDY, SAMPLED = {"temperature": 0.0}, {"temperature": 0.8}
+BOUND = SAMPLED | {"structured_outputs": object()}
+
+
+@pytest.mark.parametrize(
+    ("requests", "method", "draws", "certain"),
+    [
+        ([GREEDY, GREEDY], "auto", False, [False, False]),
+        ([GREEDY, SAMPLED], "auto", True, [False, False]),
+        ([BOUND, SAMPLED], "auto", True, [True, False]),
+        ([GREEDY, BOUND], "auto", False, [False, True]),
+        ([SAMPLED, BOUND], "greedy", False, [False, False]),
+    ],
+)
+def test_drafts_are_drawn_for_requests_that_sample_freely(monkeypatch, requests, method, draws, certain):
+    rounds = make_rounds(monkeypatch, policy="fixed", draft_sample_method=method)
+    rounds.admit([0, 1], [new_request(**request) for request in requests])
+    begin(rounds, [0, 1], [1, 1])
+    assert rounds.num_steps and rounds.num_drafted[[0, 1]].all()
+    assert (rounds.draws, rounds.certain.tolist()) == (draws, certain)
+
+
+def test_a_request_without_a_draft_of_the_exit_head_draws_none(monkeypatch):
+    rounds = make_rounds(monkeypatch, policy="fixed")
+    rounds.admit([0, 1], [new_request(temperature=0.8), new_request(temperature=0.0)])
+    rounds._has_adapter[0] = True
+    begin(rounds, [0, 1], [1, 1])
+    assert rounds.num_drafted[[0, 1]].tolist() == [0, K] and not rounds.draws

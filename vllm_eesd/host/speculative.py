@@ -92,7 +92,7 @@ class EESDSpeculativeConfig(SpeculativeConfig):
         if config.runner == "V2":
             # Set afterwards: building it as a draft model would load a second model's config.
             config.method, config.model = "draft_model", target.model
-            config.draft_sample_method = eesd.draft_sample_method
+            config.draft_sample_method = "probabilistic" if eesd.draws_drafts else "greedy"
             return config
         # vLLM drafts for no row once one comes within K of the drafter's max_model_len; EESD limits each row.
         config.draft_model_config = copy.copy(target)
@@ -106,9 +106,9 @@ class EESDSpeculativeConfig(SpeculativeConfig):
 
     def compute_hash(self) -> str:
         """Return a hash with all that changes a compiled graph: where the KV fill sits, how large the LM head is."""
-        head, sampling = self.exit_head, self.eesd.draft_sample_method
+        head = self.exit_head
         layers = f"{head.head_type}-{head.exit_layer}-{head.draft_vocab_size}"
-        return f"{super().compute_hash()}-eesd-{layers}-{sampling}-{self.graph_kernels}"
+        return f"{super().compute_hash()}-eesd-{layers}-{self.graph_kernels}"
 
     def __repr__(self) -> str:
         return (

@@ -80,24 +80,22 @@ def test_a_real_vocabulary_and_one_token_more(device):
 @pytest.mark.parametrize("num_tokens", [1, 5])
 def test_the_norm_is_part_of_the_product(num_tokens, dtype, tolerance, device):
     hidden_states, weight, norm_weight = real_inputs(num_tokens, 700, 130, dtype, device)
-    logits_out = torch.full((num_tokens, 703), torch.nan, dtype=dtype, device=device)
-    ours = exit_head(hidden_states, weight, norm_weight=norm_weight, logits_out=logits_out[:, :700])
+    ours = exit_head(hidden_states, weight, norm_weight=norm_weight)
     x = hidden_states.double()
     x = x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * norm_weight.double()
     logits = x @ weight.double().T
-    torch.testing.assert_close(logits_out[:, :700].double(), logits, rtol=tolerance, atol=tolerance)
-    assert logits_out[:, 700:].isnan().all()
-    assert_equal(ours, reference.choose_tokens(logits_out[:, :700]))
+    chosen = logits.gather(1, ours.token_ids[:, None])[:, 0]
+    torch.testing.assert_close(chosen, logits.amax(-1), rtol=2 * tolerance, atol=2 * tolerance)
+    probability = (chosen - logits.logsumexp(-1)).exp()
+    torch.testing.assert_close(ours.top1_prob.double(), probability, rtol=2 * tolerance, atol=0)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 4, CUBLAS_FROM])
-def test_a_draft_vocabulary_gives_target_ids_and_logits_of_its_own(num_tokens, device):
+def test_a_draft_vocabulary_gives_target_ids(num_tokens, device):
     hidden_states, weight = exact_inputs(num_tokens, 300, 40, torch.float32, device)
     d2t = (torch.arange(300) * 2 + 5).to(device)
-    logits_out = torch.full((num_tokens, 300), torch.nan, device=device)
-    ours = exit_head(hidden_states, weight, d2t=d2t, logits_out=logits_out)
+    ours = exit_head(hidden_states, weight, d2t=d2t)
     assert_equal(ours, reference.exit_head(hidden_states, weight, d2t=d2t))
-    assert torch.equal(ours.token_ids, d2t[logits_out.argmax(-1)])
 
 
 @pytest.mark.parametrize("vocab_size", [1, 2048, 5000])
@@ -110,11 +108,9 @@ def test_logits_that_are_there_already(vocab_size, device):
 def test_many_rows_take_the_other_way_to_the_same_result(device):
     hidden_states, weight = exact_inputs(CUBLAS_FROM, 70, 16, torch.float32, device)
     norm_weight = torch.ones(16, device=device)
-    logits_out = torch.full((CUBLAS_FROM, 70), torch.nan, device=device)
-    ours = exit_head(hidden_states, weight, norm_weight=norm_weight, logits_out=logits_out)
+    ours = exit_head(hidden_states, weight, norm_weight=norm_weight)
     expected = reference.exit_head(hidden_states, weight, norm_weight=norm_weight)
     assert_equal(ours, expected)
-    assert logits_out.isfinite().all()
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])

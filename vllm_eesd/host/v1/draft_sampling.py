@@ -44,8 +44,9 @@ class DraftSampling:
         self.forget((*finished, *ended, *self._request_ids))
         self._temperature = batch.temperature_cpu[: len(self._request_ids)].copy()
         self._generators = batch.generators
-        params = (runner.requests[request_id].sampling_params for request_id in self._request_ids)
-        self._certain = np.array([p.structured_outputs is not None for p in params], dtype=bool)
+        if self._temperature.any():
+            params = (runner.requests[request_id].sampling_params for request_id in self._request_ids)
+            self._certain = np.array([p.structured_outputs is not None for p in params], dtype=bool)
 
     def forget(self, request_ids: Iterable[str]) -> None:
         """Drop what drafts of these requests were drawn from: none of them will be verified any more."""

@@ -51,7 +51,7 @@ class EarlyExitProposer:
         self.num_speculative_tokens = config.num_speculative_tokens
         self.stats, self.breaker = DraftStats(config.num_speculative_tokens), CircuitBreaker()
         #: None drafts greedily.
-        self.sampling = DraftSampling() if config.eesd.draft_sample_method == "probabilistic" else None
+        self.sampling = DraftSampling() if config.eesd.draws_drafts else None
         if get_tp_group().rank_in_group == 0:
             rank = vllm_config.parallel_config.data_parallel_rank
             publish(config.metrics_directory, rank, self.stats, self.breaker)

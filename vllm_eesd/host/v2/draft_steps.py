@@ -37,6 +37,7 @@ Metadata = dict[str, object] | None
 class DraftSteps(DraftModelSpeculator):
     """The device's side of a speculator whose draft model is the head of the target.
 
+    Rounds with a drawn draft have draft steps, and CUDA graphs, of their own: only they make noise and keep logits.
     Every draft step runs all rows of the batch; a row that may not write (a prompt chunk, a dummy, one at the end of
     its KV blocks) has request index -1, for which vLLM maps tokens to no slot.
 
@@ -44,13 +45,15 @@ class DraftSteps(DraftModelSpeculator):
         vllm_config, device: of the engine.
     Attributes:
         shared_layer_names: attention layers of the target that a draft step runs through; set while loading.
-        kernel_step, kernel_rows: the draft step that batches of up to so many rows run instead of `model`.
+        kernel_step, kernel_rows: the greedy draft step that batches of up to so many rows run instead of `model`.
+        draws: whether drafts of this round are drawn at their requests' temperatures.
     Source: vllm/v1/worker/gpu/spec_decode/target_dependent_ar/speculator.py.
     """
 
     shared_layer_names: set[str]
     kernel_step: nn.Module | None = None
     kernel_rows = 0
+    draws = False
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
         super().__init__(vllm_config, device)
@@ -75,7 +78,8 @@ class DraftSteps(DraftModelSpeculator):
         self._no_blocks = torch.zeros(self.max_num_reqs, dtype=torch.int32, device=device)
         #: [max_num_reqs, hidden_size], see `ExitHead.round_context`; None if the head wants none.
         self._round_context: torch.Tensor | None = None
-        self._graphs: SpeculatorCudaGraphManager | None = None
+        #: By `draws`.
+        self._graphs: dict[bool, SpeculatorCudaGraphManager] = {}
         #: Has the next forward, of so many tokens, run without LoRA adapters.
         self._without_adapters: Callable[[int], None] = lambda num_tokens: None
         #: vLLM's, from `set_attn` on; the run that profiles memory comes before there is a KV cache.
@@ -105,24 +109,27 @@ class DraftSteps(DraftModelSpeculator):
         support = self.attn_cg_support.min_cg_support.value
         able = cudagraph_mode and support >= AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE.value
         mode = CUDAGraphMode.FULL_DECODE_ONLY if able else CUDAGraphMode.NONE
-        self._graphs = SpeculatorCudaGraphManager(self.vllm_config, self.device, mode, decode_query_len=1)
+        for draws in (False,) if self.draft_logits is None else (False, True):
+            self._graphs[draws] = SpeculatorCudaGraphManager(self.vllm_config, self.device, mode, decode_query_len=1)
         logger.info("EESD: CUDA graphs of verification: %s; of draft steps: %s", cudagraph_mode.name, mode.name)
 
     def capture(self) -> None:
         """Record a draft step for every batch size; while recording, no row may write."""
-        assert self._graphs is not None
         self.idx_mapping.fill_(-1)
         self._inputs.position_limit.zero_()
         self._without_adapters(self.max_num_reqs)
-        self._graphs.capture(
-            self._draft,
-            self.model_state,
-            self.input_buffers,
-            self.block_tables,
-            self.attn_groups,
-            self.kv_cache_config,
-            progress_bar_desc="Capturing EESD draft steps",
-        )
+        for draws, graphs in self._graphs.items():
+            self.draws = draws
+            graphs.capture(
+                self._draft,
+                self.model_state,
+                self.input_buffers,
+                self.block_tables,
+                self.attn_groups,
+                self.kv_cache_config,
+                progress_bar_desc=f"Capturing EESD draft steps ({'drawn' if draws else 'greedy'} drafts)",
+            )
+        self.draws = False
 
     def _prepare(
         self, step: TargetStep, temperature: torch.Tensor, seeds: torch.Tensor, dummy_run: bool = False
@@ -133,7 +140,7 @@ class DraftSteps(DraftModelSpeculator):
             temperature, seeds: [max_num_reqs], by request state; wanted where drafts are drawn.
             dummy_run: no row may write.
         """
-        if self.draft_logits is not None:
+        if self.draws:
             self.temperature.copy_(temperature)
             self.seeds.copy_(seeds)
         blocks = self.block_tables
@@ -161,8 +168,7 @@ class DraftSteps(DraftModelSpeculator):
             for group in self.attn_groups[self._kv_group]:
                 group.map_to_kernel_block_table(self.block_tables.input_block_tables[self._kv_group])
         if in_full_graph:
-            assert self._graphs is not None
-            self._graphs.run_fullgraph(graph)
+            self._graphs[self.draws].run_fullgraph(graph)
             return
         metadata, slot_mappings = (None, None) if skip_attn else (self._metadata, self._slot_mappings)
         self._draft(num_reqs, graph.num_tokens, metadata, slot_mappings, None, graph.cg_mode)
@@ -201,12 +207,12 @@ class DraftSteps(DraftModelSpeculator):
             batch_descriptor=BatchDescriptor(num_tokens=num_tokens),
         ):
             context = None if self._round_context is None else self._round_context[:num_tokens]
-            draft_step = self.model if num_tokens > self.kernel_rows else self.kernel_step
+            draft_step = self.model if self.draws or num_tokens > self.kernel_rows else self.kernel_step
             best, confidence, *logits = draft_step(
                 inputs.input_ids[:num_tokens], inputs.positions[:num_tokens], context
             )
         drafted, confidence = best[:num_reqs], confidence[:num_reqs]
-        if self.draft_logits is not None:
+        if self.draws:
             drafted = self._sample(self.model.whole_logits(logits[0][:num_reqs]))
         advance_draft_inputs(inputs, self._drafts, drafted, confidence, self.max_model_len)
 

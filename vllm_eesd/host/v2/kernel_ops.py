@@ -32,35 +32,22 @@ def exit_head(
     norm_weight: torch.Tensor,
     eps: float,
     token_ids: torch.Tensor | None,
-    with_logits: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the most probable tokens, [num_rows] int64, their probabilities, [num_rows] float32, and the logits.
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the most probable tokens, [num_rows] int64, and their probabilities, [num_rows] float32.
 
     Args:
         hidden_states: [num_rows, hidden_size], not normed.
         weight: [at least vocab_size, hidden_size], the LM head, padded.
         norm_weight, eps: of the RMSNorm.
         token_ids: [vocab_size] int64, the target's ids of a draft vocabulary.
-        with_logits: else they are empty; their columns are the weight's rows.
     """
-    weight = weight[:vocab_size]
-    logits = hidden_states.new_empty(len(hidden_states) if with_logits else 0, vocab_size)
-    drafted = exit_head_kernel.exit_head(
-        hidden_states,
-        weight,
-        norm_weight=norm_weight,
-        eps=eps,
-        d2t=token_ids,
-        logits_out=logits if with_logits else None,
-    )
-    return drafted.token_ids, drafted.top1_prob, logits
+    given = hidden_states, weight[:vocab_size]
+    drafted = exit_head_kernel.exit_head(*given, norm_weight=norm_weight, eps=eps, d2t=token_ids)
+    return drafted.token_ids, drafted.top1_prob
 
 
-def _exit_head_fake(hidden_states, weight, vocab_size, norm_weight, eps, token_ids, with_logits):
-    num_rows = hidden_states.shape[0]
-    drafted = hidden_states.new_empty(num_rows, dtype=torch.int64)
-    confidence = hidden_states.new_empty(num_rows, dtype=torch.float32)
-    return drafted, confidence, hidden_states.new_empty(num_rows if with_logits else 0, vocab_size)
+def _exit_head_fake(hidden_states, weight, vocab_size, norm_weight, eps, token_ids):
+    return _choose_tokens_fake(hidden_states, token_ids)
 
 
 _LIBRARY = torch.library.Library("eesd", "FRAGMENT")
@@ -102,19 +89,13 @@ class TiledDraftStep(DraftLayers):
 class KernelDraftStep(DraftLayers):
     """A `DraftStep` whose last norm, LM head, argmax and confidence are the `exit_head` kernel.
 
-    Drawn drafts are drawn from its logits as from torch's: against the weight's bytes a pass over them is little, and
-    vLLM's kernel keeps them for verification in that same pass.
-
-    Attributes:
-        with_logits: whether drafts are drawn; set before anything is compiled.
+    It writes no logits: drawn drafts, which are verified against theirs, come from the other step.
     """
-
-    with_logits = False
 
     def forward(
         self, input_ids: torch.Tensor, positions: torch.Tensor, context: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """As `DraftStep.forward`; the logits are empty where drafts are not drawn."""
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `DraftStep.forward`, without the logits."""
         hidden_states, residual = self.before_norm(input_ids, positions, context)
         norm = self.last_norm
         lm_head, vocab_size, token_ids = head_of(self)
@@ -125,7 +106,6 @@ class KernelDraftStep(DraftLayers):
             norm.weight,
             norm.variance_epsilon,
             token_ids,
-            self.with_logits,
         )
 
 
@@ -179,7 +159,7 @@ def exit_head_rows(step: DraftLayers, vllm_config: VllmConfig, timer: Timer | No
 
     def time(num_rows: int) -> Timing:
         x = torch.ones(num_rows, weight.shape[1], dtype=dtype, device=weight.device)
-        arguments = x, weight, vocab_size, norm.weight, norm.variance_epsilon, token_ids, False
+        arguments = x, weight, vocab_size, norm.weight, norm.variance_epsilon, token_ids
         return Timing(num_rows, *timer(lambda: exit_head(*arguments), lambda: choose(F.linear(x, weight))))
 
     return kernel_choice.decide("exit_head", kernel_choice.sizes_up_to(most), time)

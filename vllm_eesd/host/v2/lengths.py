@@ -55,12 +55,13 @@ class Rounds:
         self._device = device
         #: vLLM may shorten it until its KV cache is allocated.
         self.max_model_len = max_model_len
-        self._samples_drafts = config.eesd.draft_sample_method == "probabilistic"
         #: What the text of each slot's request has at least.
         self._num_tokens = np.zeros(max_num_reqs, dtype=np.int64)
         self._generation = np.zeros(max_num_reqs, dtype=np.int64)
         self._has_grammar = np.zeros(max_num_reqs, dtype=bool)
         self._has_adapter = np.zeros(max_num_reqs, dtype=bool)
+        #: Whose drafts may be drawn.
+        self._samples = np.zeros(max_num_reqs, dtype=bool)
         self.round_trace = open_trace(config)
         #: False while the worker warms up: its requests are made up, and its steps wait for compilers.
         self.learns = True
@@ -97,6 +98,7 @@ class Rounds:
             self._confidences[slot] = np.nan
             self._num_tokens[slot] = len(request.prefill_token_ids)
             self._has_grammar[slot] = params.structured_outputs is not None
+            self._samples[slot] = self._config.eesd.draws_drafts and params.temperature > 0
         self._admit()
 
     def _admit(self) -> None:
@@ -180,11 +182,7 @@ class Rounds:
         if longest is not None:
             limits = np.minimum(limits, longest)
         # The draft step knows no adapters; an n-gram draft needs none.
-        never = self._has_adapter[slots]
-        if self._samples_drafts:
-            # A grammar cuts a draft because of what it is; vLLM then samples anew, which is right for one-hot drafts.
-            never = never | self._has_grammar[slots]
-        return np.where(never, 0, limits), limits
+        return np.where(self._has_adapter[slots], 0, limits), limits
 
     def _choose(self, slots: np.ndarray, limits: np.ndarray, ngram_limits: np.ndarray) -> None:
         """Decide the round before its first draft step: the host waits for no value of a round under way."""
@@ -203,6 +201,24 @@ class Rounds:
     def from_ngrams(self) -> np.ndarray:
         """[num_reqs] bool, which rows of this round take their n-gram drafts."""
         return self._round.from_ngrams
+
+    @property
+    def draws(self) -> bool:
+        """Whether any row of this round has a draft drawn at its request's temperature."""
+        return bool((self._samples_with_head & ~self._has_grammar[self._round.slots]).any())
+
+    @property
+    def certain(self) -> np.ndarray:
+        """[num_reqs] bool, rows of sampling requests whose draft is the most probable tokens, verified as one-hot.
+
+        A grammar cuts a draft because of what it is; vLLM then samples anew, which is right for one-hot drafts only.
+        """
+        return self._samples_with_head & self._has_grammar[self._round.slots]
+
+    @property
+    def _samples_with_head(self) -> np.ndarray:
+        drafts_with_head = (self._round.lengths > 0) & ~self._round.from_ngrams
+        return drafts_with_head & self._samples[self._round.slots]
 
     def end(self, confidences: torch.Tensor) -> None:
         """The round's draft steps are on their way: have their confidences copied, to be read with the verdict.

@@ -31,6 +31,7 @@ class DeviceNgrams:
         self._req_states = req_states
         #: [max_num_reqs, K] int64.
         self._drafts = torch.full_like(req_states.draft_tokens, -1)
+        self._no_drafts = torch.full_like(req_states.draft_tokens, -1)
 
     def find(self, step: TargetStep) -> torch.Tensor:
         """Judge each row's last draft by what the step emitted, and find the next.
@@ -61,6 +62,13 @@ class DeviceNgrams:
         """
         on_device = async_tensor_h2d(taken, device=draft_tokens.device)
         put_ngrams(self._drafts, idx_mapping, on_device, draft_tokens, draft_logits)
+
+    def make_certain(
+        self, rows: np.ndarray, idx_mapping: torch.Tensor, draft_tokens: torch.Tensor, draft_logits: torch.Tensor
+    ) -> None:
+        """Have the drafts of these rows, [num_reqs] bool, verified as one-hot; the rest as for `put`."""
+        on_device = async_tensor_h2d(rows, device=draft_tokens.device)
+        put_ngrams(self._no_drafts, idx_mapping, on_device, draft_tokens, draft_logits)
 
     def warm_up(self, draft_tokens: torch.Tensor, draft_logits: torch.Tensor | None) -> None:
         """Have the kernels compiled: for no request, with arguments as serving passes them."""

@@ -19,7 +19,7 @@ from vllm_eesd.host.model.exit_head import ExitHead, load_head
 from vllm_eesd.host.speculative import EESDSpeculativeConfig
 from vllm_eesd.host.v2 import kernel_choice
 from vllm_eesd.host.v2.batch import TargetStep
-from vllm_eesd.host.v2.compat import dispatch_cg_and_sync_dp
+from vllm_eesd.host.v2.compat import async_tensor_h2d, dispatch_cg_and_sync_dp
 from vllm_eesd.host.v2.cost_profile import profile_costs
 from vllm_eesd.host.v2.draft_steps import DraftSteps
 from vllm_eesd.host.v2.kernel_ops import KernelDraftStep, TiledDraftStep, exit_head_rows
@@ -114,14 +114,13 @@ class EarlyExitSpeculator(DraftSteps):
         if use_kv_fill(head, self.vllm_config, timer):
             config.graph_kernels = "kv_fill"  # before anything is compiled
         token_dtype = self.input_buffers.input_ids.dtype
-        if self.kernel_rows < self.max_num_reqs:
-            compile_draft_step(step, self.vllm_config, self.device, token_dtype)
-        else:
+        if self.kernel_rows >= self.max_num_reqs:
             self.kernel_rows = self.max_num_tokens  # padding included
+        if self.kernel_rows < self.max_num_reqs or self.draft_logits is not None:
+            compile_draft_step(step, self.vllm_config, self.device, token_dtype)
         if self.kernel_rows:
             with set_model_tag("eesd_draft_kernel"):
                 self.kernel_step = KernelDraftStep(vllm_config=self.vllm_config, **parts)
-            self.kernel_step.with_logits = self.draft_logits is not None
             compile_draft_step(self.kernel_step, self.vllm_config, self.device, token_dtype)
         return step
 
@@ -221,6 +220,7 @@ class EarlyExitSpeculator(DraftSteps):
         sampling = temperature, seeds
         if dummy_run:
             self.rounds.pause()
+            self.draws = False
             if not self.skips_dummy_runs:
                 self._prepare(step, *sampling, dummy_run=True)
                 self._dummy_step(step, skip_attn_for_dummy_run, is_profile)
@@ -241,14 +241,23 @@ class EarlyExitSpeculator(DraftSteps):
         counts = step.num_sampled[:, None] if self.rounds.ngrams is None else self.ngrams.find(step)
         times = self.rounds.begin(step, self._asynchronous, counts, tokens, longest)
         if self.rounds.num_steps:
+            self.draws = self.rounds.draws
             self._prepare(step, *sampling)
+            certain = self.rounds.certain
+            if self.draws and certain.any():
+                self.temperature.index_fill_(0, async_tensor_h2d(step.slots()[certain], device=self.device), 0.0)
             graph = self._graph_for(step)
             self._without_adapters(graph.num_tokens)
             times.mark()
             self._run_round(step, graph, times)
+            if certain.any():
+                self.ngrams.make_certain(certain, step.idx_mapping, *self._made(step))
         if self.rounds.from_ngrams.any():
-            drafts = self.draft_tokens[: step.num_reqs], self.draft_logits
-            self.ngrams.put(self.rounds.from_ngrams, step.idx_mapping, *drafts)
+            self.ngrams.put(self.rounds.from_ngrams, step.idx_mapping, *self._made(step))
+
+    def _made(self, step: TargetStep) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the round's drafts, [num_reqs, K], and the logits they are verified against, if any are kept."""
+        return self.draft_tokens[: step.num_reqs], self.draft_logits
 
     def _dummy_step(self, step: TargetStep, skip_attn: bool, is_profile: bool) -> None:
         """Run one draft step that writes nothing. A fault here is not survived: nothing is served yet."""
@@ -268,7 +277,7 @@ class EarlyExitSpeculator(DraftSteps):
         longest = int(step.seq_lens_upper_bound[: step.num_reqs].numpy().max()) + self.num_speculative_tokens
         self.draft_max_seq_len = min(longest, self.max_model_len)
         sizes = {"uniform_token_count": 1, "dp_size": 1, "dp_rank": 0, "need_eager": need_eager}
-        return dispatch_cg_and_sync_dp(self._graphs, step.num_reqs, step.num_reqs, **sizes)[0]
+        return dispatch_cg_and_sync_dp(self._graphs[self.draws], step.num_reqs, step.num_reqs, **sizes)[0]
 
     def _run_round(self, target_step: TargetStep, graph: BatchExecutionDescriptor, times: RoundTimes) -> None:
         """Launch the round's draft steps, decided ahead: the host goes on while they run."""
