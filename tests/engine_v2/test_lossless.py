@@ -15,7 +15,7 @@ ENGINES = {
     "synchronous": ({"policy": "beta_ts"}, {"async_scheduling": False}),
     "asynchronous": ({"policy": "beta_ts"}, {"async_scheduling": True}),
     "asynchronous, by confidence": (
-        {"policy": "confidence", "policy_args": {"threshold": 0.15}},
+        {"policy": "confidence", "policy_args": {"threshold": 0.05}},
         {"async_scheduling": True},
     ),
     "asynchronous, exit_head and kv_fill": ({"policy": "beta_ts"}, {"async_scheduling": True}),

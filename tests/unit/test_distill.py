@@ -285,8 +285,8 @@ def test_generated_windows_are_made_once(model_dir, text, tmp_path, monkeypatch)
 
     transformers = partial(continue_windows, target)
 
-    def make(temperature=1.0, generator="transformers", continue_batch=transformers):
-        own = OwnText(tmp_path, target, 10, SEQ_LEN, temperature, seed=0)
+    def make(temperature=(1.0, 0.7), generator="transformers", continue_batch=transformers):
+        own = OwnText(tmp_path, target, 10, SEQ_LEN, list(temperature), seed=0)
         own.make(sources, generator, continue_batch)
         return np.array(own.windows())
 
@@ -296,7 +296,7 @@ def test_generated_windows_are_made_once(model_dir, text, tmp_path, monkeypatch)
     path.write_bytes(path.read_bytes()[: 5 * SEQ_LEN * 2])  # killed within the second batch
     assert np.array_equal(make(), whole)
     assert np.array_equal(make(continue_batch=None), whole)
-    refused(lambda: make(temperature=0.5), "generated.bin", "remove")
+    refused(lambda: make(temperature=[0.5]), "generated.bin", "remove")
     refused(lambda: make(generator="vllm"), "generated.bin", "remove")
     batch = TokenData(sources, whole).batch_at(3, 8, SEQ_LEN, seed=0)
     own = {tuple(row) for row in whole.tolist()}
@@ -338,7 +338,7 @@ def test_run_writes_a_head_that_loads(model_dir, text, tmp_path, capsys):
         ({"steps": 0}, ("steps", "0")),
         ({"lr": -1.0}, ("lr", "-1")),
         ({"self_generate": -1}, ("self_generate", "-1")),
-        ({"self_generate": 1, "temperature": -1.0}, ("temperature", "-1")),
+        ({"self_generate": 1, "temperature": [1.0, -1.0]}, ("temperature", "-1")),
     ],
 )
 def test_bad_arguments(model_dir, text, tmp_path, changes, words):

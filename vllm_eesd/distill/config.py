@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -55,7 +55,9 @@ class DistillConfig(TrainConfig):
     held_out: list[str] = Field([], description="to measure on; default: windows of --data")
     output: str = Field(description="directory to write the head to")
     self_generate: int = Field(0, ge=0, description="also train on W windows the target wrote")
-    temperature: float = Field(1.0, ge=0, allow_inf_nan=False, description="of what the target writes")
+    temperature: list[Annotated[float, Field(ge=0, allow_inf_nan=False)]] = Field(
+        [1.0], min_length=1, description="of what the target writes, half of which is greedy; several take turns"
+    )
     generator: Literal["auto", "vllm", "transformers"] = Field(
         "auto", description="what runs the target while it writes; auto is vLLM where it can"
     )

@@ -28,7 +28,7 @@ def distill(parser: argparse.ArgumentParser) -> None:
     _setting(parser, "data", nargs="+", required=True, metavar="FILE")
     _setting(parser, "held_out", nargs="+", metavar="FILE")
     _setting(parser, "self_generate", type=positive, metavar="W")
-    _setting(parser, "temperature", type=float)
+    _setting(parser, "temperature", type=float, nargs="+", metavar="T")
     _setting(parser, "generator")
     parser.add_argument("-o", "--output", required=True, metavar="HEAD", help=_described("output"))
     _setting(parser, "steps", type=positive, metavar="S")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -55,11 +56,13 @@ class OwnText:
         target: that writes them, or has written them.
         count: windows wanted.
         seq_len: tokens a window.
-        temperature: of the sampled ones.
+        temperature: of the sampled ones, which take turns.
         seed: of prompts and samples.
     """
 
-    def __init__(self, work: Path, target: Target, count: int, seq_len: int, temperature: float, seed: int) -> None:
+    def __init__(
+        self, work: Path, target: Target, count: int, seq_len: int, temperature: list[float], seed: int
+    ) -> None:
         self.path, self.described = work / "generated.bin", work / "generated.json"
         self.count, self.seq_len = count, seq_len
         self._settings = {"seq_len": seq_len, "temperature": temperature, "seed": seed, "weights": target.fingerprint}
@@ -131,8 +134,9 @@ class OwnText:
         rng = np.random.default_rng((seed, number, 1))
         prompt_len = int(rng.integers(max(1, self.seq_len // 8), max(2, self.seq_len // 2)))
         prompts = stacked(random_windows(text, BATCH, prompt_len, rng))
-        temperatures = torch.tensor([0.0, self._settings["temperature"]]).repeat(BATCH // 2)
-        return continue_batch(prompts, self.seq_len, temperatures, seed=seed * 1_000_003 + number)
+        temperatures = itertools.cycle(t for sampled in self._settings["temperature"] for t in (0.0, sampled))
+        rows = torch.tensor(list(itertools.islice(temperatures, BATCH)))
+        return continue_batch(prompts, self.seq_len, rows, seed=seed * 1_000_003 + number)
 
 
 def sampled_through_vllm(wanted: str, model: str, text: list[Tokens], own: OwnText) -> bool:
