@@ -18,6 +18,7 @@ POLICY_NAMES: tuple[str, ...] = get_args(PolicyName)
 DraftSampleMethod = Annotated[
     Literal["auto", "greedy"], BeforeValidator(lambda given: "auto" if given == "probabilistic" else given)
 ]
+BatchSizes = Annotated[tuple[int, int, int], Field(strict=False)]
 
 
 class EESDConfig(BaseModel):
@@ -38,6 +39,11 @@ class EESDConfig(BaseModel):
         le=MAX_SPECULATIVE_TOKENS,
         description="the longest draft, in tokens; the policy may stop earlier. None takes LONGEST_COPY where the "
         "policy may copy n-gram continuations on Model Runner V1, else LONGEST_DRAFT",
+    )
+    num_speculative_tokens_per_batch_size: list[BatchSizes] | None = Field(
+        None,
+        description="[first, last, tokens] entries by ascending batch size, the longest draft booked and made there: "
+        "large batches keep room for prompts. On Model Runner V2, whose scheduler books a draft before it is made",
     )
     policy: PolicyName = Field("goodput", description="how the draft length is chosen, see `vllm_eesd.policy`")
     policy_args: dict[str, Any] = Field(

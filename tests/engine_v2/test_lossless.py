@@ -18,6 +18,10 @@ ENGINES = {
         {"policy": "confidence", "policy_args": {"threshold": 0.05}},
         {"async_scheduling": True},
     ),
+    "asynchronous, shorter in larger batches": (
+        {"policy": "fixed", "num_speculative_tokens_per_batch_size": [[1, 2, K], [3, 4, 2], [5, 8, 0]]},
+        {"async_scheduling": True},
+    ),
     "asynchronous, exit_head and kv_fill": ({"policy": "beta_ts"}, {"async_scheduling": True}),
 }
 

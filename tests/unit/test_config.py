@@ -1,5 +1,7 @@
 """Every wrong value is one line that names the field, the value and what is allowed."""
 
+from types import SimpleNamespace
+
 import pytest
 from pydantic import ValidationError
 
@@ -14,6 +16,20 @@ def test_the_bare_word_means_the_defaults():
 
 def test_vllms_own_word_for_drawn_drafts_is_understood():
     assert EESDConfig.parse({"method": "eesd", "draft_sample_method": "probabilistic"}) == EESDConfig()
+
+
+def test_draft_lengths_by_batch_size():
+    from vllm_eesd.host.speculative import check_batch_sizes
+
+    name, v2 = "num_speculative_tokens_per_batch_size", SimpleNamespace(runner="V2")
+    given = EESDConfig.parse({"method": "eesd", name: [[1, 4, 8], [5, 64, 2]]})
+    assert getattr(given, name) == [(1, 4, 8), (5, 64, 2)]
+    check_batch_sizes(given, v2)
+    check_batch_sizes(EESDConfig(), SimpleNamespace(runner="V1"))
+    with pytest.raises(ValueError, match=f"eesd: {name}: Model Runner V1"):
+        check_batch_sizes(given, SimpleNamespace(runner="V1"))
+    with pytest.raises(ValueError, match=rf"eesd: {name}=\[\(2, 4, 8\)\] is not valid: .*start at 1"):
+        check_batch_sizes(EESDConfig.parse({"method": "eesd", name: [[2, 4, 8]]}), v2)
 
 
 def test_it_is_frozen():
@@ -33,6 +49,7 @@ def test_it_is_frozen():
         ({"exit_layer": "two"}, ["exit_layer", "'two'", "integer"]),
         ({"policy": "greedy_best"}, ["policy", "'greedy_best'", "beta_ts", "fixed"]),
         ({"draft_sample_method": "typical"}, ["draft_sample_method", "'typical'", "auto", "greedy"]),
+        ({"num_speculative_tokens_per_batch_size": [[1, 2]]}, ["num_speculative_tokens_per_batch_size", "required"]),
         ({"model": 7}, ["model", "7", "string"]),
         ({"seed": -3}, ["seed", "-3"]),
         ({"policy_args": []}, ["policy_args", "[]", "dictionary"]),

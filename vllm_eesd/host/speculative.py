@@ -8,6 +8,7 @@ from pathlib import Path
 
 from vllm.config import ModelConfig, ParallelConfig, SpeculativeConfig
 from vllm.exceptions import VLLMValidationError
+from vllm.v1.spec_decode.dynamic.utils import validate_and_normalize_dynamic_sd_schedule
 
 from vllm_eesd.config import LONGEST_COPY, LONGEST_DRAFT, EESDConfig
 from vllm_eesd.exit_head.checkpoint import ExitHeadConfig, Verifier, read_tensors
@@ -75,6 +76,7 @@ class EESDSpeculativeConfig(SpeculativeConfig):
         policy_args = read_policy_args(eesd.policy, eesd.policy_args)
         environment = read_environment()
         check_runner(environment, target, parallel)
+        check_batch_sizes(eesd, environment)
         longest = eesd.num_speculative_tokens
         if longest is None:
             # V2's scheduler books the longest draft for every request, whatever is drafted.
@@ -93,6 +95,7 @@ class EESDSpeculativeConfig(SpeculativeConfig):
             # Set afterwards: building it as a draft model would load a second model's config.
             config.method, config.model = "draft_model", target.model
             config.draft_sample_method = "probabilistic" if eesd.draws_drafts else "greedy"
+            config.num_speculative_tokens_per_batch_size = eesd.num_speculative_tokens_per_batch_size
             return config
         # vLLM drafts for no row once one comes within K of the drafter's max_model_len; EESD limits each row.
         config.draft_model_config = copy.copy(target)
@@ -186,6 +189,23 @@ def check_runner(environment: Environment, target: ModelConfig, parallel: Parall
         )
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
         raise ValueError("eesd: context parallelism is not supported; use tensor_parallel_size instead")
+
+
+def check_batch_sizes(eesd: EESDConfig, environment: Environment) -> None:
+    """Refuse a schedule of draft lengths that vLLM would refuse in the engine's process, or that nothing reads.
+
+    Raises:
+        ValueError: the field, its value and what is allowed.
+    """
+    name, given = "num_speculative_tokens_per_batch_size", eesd.num_speculative_tokens_per_batch_size
+    if given is None:
+        return
+    if environment.runner == "V1":
+        raise ValueError(f"eesd: {name}: Model Runner V1 books only what was drafted; leave it out")
+    try:
+        validate_and_normalize_dynamic_sd_schedule(given)
+    except ValueError as error:
+        raise ValueError(f"eesd: {name}={given!r:.200} is not valid: {error}") from None
 
 
 def resolve_exit_head(eesd: EESDConfig, target: ModelConfig) -> tuple[ExitHeadConfig, str | None]:
