@@ -115,6 +115,9 @@ def test_verified_tokens_are_those_of_vllms_sampler(llm, prompts, runner_of, mon
     calls = []
     judge = Verification.verify
     monkeypatch.setattr(Verification, "verify", lambda self, *args: (calls.append(1), judge(*args))[1])
+    # Drafts drawn from the target's own distribution would all be accepted; these come from a sharper one.
+    model = runner_of(llm).speculator.model
+    monkeypatch.setattr(model, "whole_logits", lambda logits, whole=model.whole_logits: 1.5 * whole(logits))
     common = {"max_tokens": MAX_TOKENS, "ignore_eos": True, "detokenize": False}
     sampling = [SamplingParams(temperature=t, seed=n, **common) for n, t in enumerate((0.0, 1.0, 0.6))]
 
