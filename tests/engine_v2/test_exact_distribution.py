@@ -86,3 +86,33 @@ def test_likely_drafts_passed_off_as_sampled_are_noticed(
     head = cloned_head(eight_token_target, 1, 1)
     verdict, _ = sample(engine, eight_token_target, head, expected[:1], NUM_SAMPLES_PLANTED, [SAMPLING], policy="fixed")
     assert verdict.p_value < SIGNIFICANCE
+
+
+def test_a_draft_that_ends_before_an_unlikely_token_is_noticed(
+    engine, eight_token_target, cloned_head, expected, monkeypatch
+):
+    """A threshold compared with the drawn token itself: what was drawn decides whether it is submitted."""
+    from vllm_eesd.host.v2.speculator import EarlyExitSpeculator
+
+    draw, end = EarlyExitSpeculator._sample, EarlyExitSpeculator._run_round
+    likely = []
+
+    def noting(self, logits):
+        tokens = draw(self, logits)
+        likely.append(tokens == logits.argmax(dim=-1))
+        return tokens
+
+    def cut(self, step, *args):
+        likely.clear()
+        end(self, step, *args)
+        kept = torch.stack(likely, dim=1).int().cumprod(dim=1).sum(dim=1).cpu().numpy()
+        drafted, slots = self.rounds.num_drafted, step.slots()
+        drafted[slots] = drafted[slots].clip(max=kept[: len(slots)])
+
+    monkeypatch.setattr(EarlyExitSpeculator, "_sample", noting)
+    monkeypatch.setattr(EarlyExitSpeculator, "_run_round", cut)
+    head = cloned_head(eight_token_target, 1, 1)
+    verdict, stats = sample(
+        engine, eight_token_target, head, expected[:1], 4 * NUM_SAMPLES_PLANTED, [SAMPLING], policy="fixed"
+    )
+    assert stats["drafted"] and verdict.p_value < SIGNIFICANCE

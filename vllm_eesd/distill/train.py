@@ -73,8 +73,7 @@ def train(
                 run["elapsed_s"] = processes.agree(time.monotonic() - began)
                 run["losses"].append(round(loss, 5))
                 whole_step = True
-                progress.update()
-                progress.set_postfix(loss=f"{statistics.fmean(run['losses'][-20:]):.4f}", refresh=False)
+                _show(progress, run["losses"])
                 if on_step is not None:
                     on_step(run["step"], run["losses"][-1])
                 if time.monotonic() - saved_at > SAVE_EVERY_S:
@@ -84,6 +83,10 @@ def train(
             # Also when interrupted, unless within a step: half of one would make the resumed run another one.
             if whole_step:
                 keep()
+    return _summary(run, config)
+
+
+def _summary(run: dict[str, Any], config: TrainConfig) -> dict[str, Any]:
     tokens = run["step"] * config.batch * config.seq_len
     return {
         "steps": run["step"],
@@ -92,6 +95,11 @@ def train(
         "tokens_per_s": tokens / max(run["elapsed_s"], 1e-9),
         "losses": run["losses"],
     }
+
+
+def _show(progress: tqdm, losses: list[float]) -> None:
+    progress.update()
+    progress.set_postfix(loss=f"{statistics.fmean(losses[-20:]):.4f}", refresh=False)
 
 
 def _identity(config: TrainConfig, target: Target) -> dict[str, Any]:
