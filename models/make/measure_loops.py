@@ -12,28 +12,13 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-LOOP_TOKENS = 32
-MAX_PERIOD = 16
-
-
-def loop_period(tokens: Sequence[int], tail: int = LOOP_TOKENS, max_period: int = MAX_PERIOD) -> int | None:
-    """Return the shortest period with which the last `tail` tokens repeat what stands before them; None: no loop.
-
-    The period's first occurrence may lie before the tail: every token of the tail equals the one a period earlier.
-    """
-    for period in range(1, max_period + 1):
-        if len(tokens) < tail + period:
-            return None
-        if all(tokens[i] == tokens[i - period] for i in range(len(tokens) - tail, len(tokens))):
-            return period
-    return None
+from vllm_eesd.bench.loops import in_loops
 
 
 @torch.no_grad()
@@ -76,7 +61,7 @@ def bits_per_byte(model, work: Path, windows: int, seq_len: int) -> dict[str, fl
 def loops(model, tokenizer, prompts: list[str], num_tokens: int) -> dict:
     """Return how many prompts' greedy continuations loop, and which, by their place in the list."""
     texts = continuations(model, [tokenizer(text)["input_ids"] for text in prompts], num_tokens)
-    looping = [i for i, text in enumerate(texts) if loop_period(text) is not None]
+    looping = [i for i, text in enumerate(texts) if text and in_loops(text)[-1]]
     ended = sum(len(text) < num_tokens for text in texts)
     return {"prompts": len(prompts), "share": round(len(looping) / len(prompts), 3), "looping": looping, "ended": ended}
 

@@ -22,8 +22,10 @@ import torch
 from torch.nn.functional import cross_entropy
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
+from vllm_eesd.bench.loops import MAX_PERIOD, in_loops
+
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from measure_loops import MAX_PERIOD, bits_per_byte, loop_period  # noqa: E402
+from measure_loops import bits_per_byte  # noqa: E402
 from train_target import windows_at  # noqa: E402
 
 LEAST_RUN = 16
@@ -92,7 +94,7 @@ class Unlearning:
         ids = self._greedy(tokens)
         mask = loop_mask(ids) & (ids != 0)
         mask[:, :PROMPT_TOKENS] = False
-        looping = sum(loop_period(row) is not None and 0 not in row for row in ids.tolist()) / len(ids)
+        looping = sum(bool(in_loops(row)[-1]) and 0 not in row for row in ids.tolist()) / len(ids)
         text = windows_at(tokens, self.step_number * TEXT_WINDOWS, TEXT_WINDOWS, TEXT_TOKENS, seed=2)
         self.optimizer.zero_grad()
         loss = 0.0

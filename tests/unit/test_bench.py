@@ -172,8 +172,10 @@ def test_round_statistics():
         "acceptance_length": 1.0,
         "acceptance_rate": None,
         "mean_draft_length": 0.0,
+        "ngram_share": None,
         "acceptance_per_position": [0.0, 0.0],
     }
+    assert round_statistics(nothing | {"accepted": 8, "copied_accepted": 2})["ngram_share"] == 0.25
 
 
 def test_a_requests_first_step_is_no_decoding_round():
@@ -531,8 +533,8 @@ def test_demo_summary_and_table():
     assert promised | {"eesd_tokens_per_s", "hardware"} <= set(found)
     assert (found["speedup"], found["identical"], found["plain_tokens_per_s"]) == (2.0, True, 2.0)
     file = io.StringIO()
-    Console(file=file, width=100).print(demo.summary_table(plain, eesd))
-    assert "2.00x (1.25-4.00)" in file.getvalue() and "80%  40%  20%  0%" in file.getvalue()
+    Console(file=file, width=80).print(demo.summary_table([plain, eesd], [plain, eesd]))
+    assert file.getvalue().count("2.00x (1.25-4.00)") == 2 and "80%  40%  20%  0%" in file.getvalue()
     assert "\x1b" not in file.getvalue()
 
 

@@ -25,22 +25,6 @@ def make():
         sys.path.remove(str(FOLDER))
 
 
-@pytest.mark.parametrize("period", [1, 5, 16])
-def test_a_tail_that_repeats_what_was_there_is_a_loop(make, period):
-    start = list(range(100, 140))
-    looping = start + (list(range(period)) * 50)[: 32 + period]
-    assert make.measure_loops.loop_period(looping) == period
-    assert make.measure_loops.loop_period(looping[:-1]) is None
-    assert make.measure_loops.loop_period([*looping[:-1], 999]) is None
-
-
-def test_a_period_above_the_limit_and_a_short_text_are_no_loops(make):
-    assert make.measure_loops.loop_period(list(range(17)) * 10) is None
-    assert make.measure_loops.loop_period([7] * 32) is None
-    assert make.measure_loops.loop_period([7] * 33) == 1
-    assert make.measure_loops.loop_period([]) is None
-
-
 def lines(first: int, count: int) -> str:
     return "\n".join(f"    some_variable_{i} = compute_something({i})" for i in range(first, first + count))
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from vllm_eesd.bench.loops import share_in_loops
 from vllm_eesd.bench.vllm_engine import VllmEngine
 
 Tokens = list[int]
@@ -114,14 +115,16 @@ def round_statistics(counters: Mapping[str, Any]) -> dict[str, Any]:
         acceptance_length: tokens emitted per round, the target's own included.
         acceptance_rate: accepted / drafted.
         mean_draft_length: tokens drafted per round.
+        ngram_share: of the drafts accepted, those that were n-gram drafts.
         acceptance_per_position: unconditional: of all rounds, the share that accepted a draft at that position.
     """
     rounds, drafted = counters.get("rounds", 0), counters.get("drafted")
-    accepted = counters.get("accepted_per_position")
+    accepted, copied = counters.get("accepted_per_position"), counters.get("copied_accepted")
     return {
         "acceptance_length": counters["emitted"] / rounds if rounds else None,
         "acceptance_rate": counters["accepted"] / drafted if drafted else None,
         "mean_draft_length": drafted / rounds if rounds and drafted is not None else None,
+        "ngram_share": copied / counters["accepted"] if copied is not None and counters["accepted"] else None,
         "acceptance_per_position": [n / rounds for n in accepted] if rounds and accepted else None,
     }
 
@@ -173,6 +176,7 @@ def rows(runs: Mapping[str, Runs], *, exact: bool, compared: bool = True) -> lis
             row["speedup_spread"] = [round(min(ratios), 3), round(max(ratios), 3)]
             row["speedup_interval"] = bootstrap_interval(ratios)
         row |= {name: _rounded(value) for name, value in round_statistics(ours.counters).items()}
+        row["looping_share"] = _rounded(share_in_loops(tokens for output in ours.outputs for tokens in output))
         result.append(
             row | {"identical": difference is None if plain and compared else None, "first_difference": difference}
         )
