@@ -73,10 +73,20 @@ WORKLOADS = {
     "long_context": Size(4, (1, 4), 3, alone=2, max_tokens=64),
     "mixed": Size(24, (1, 8), 3, alone=6, max_tokens=64),
 }
+#: The same prompts, sampled as a completion model is used: greedy text of a small model may repeat itself.
+SAMPLED, TEMPERATURE, SAMPLED_BATCHES = "_sampled", 0.8, (1, 4, 8)
+WORKLOADS |= {
+    name + SAMPLED: replace(
+        size, temperature=TEMPERATURE, batches=tuple(batch for batch in size.batches if batch in SAMPLED_BATCHES)
+    )
+    for name, size in WORKLOADS.items()
+    if not size.temperature
+}
 #: Held-out code once more, drafted for by what was trained on equally many tokens: an exit head and the trained peers.
 SAME_BUDGET, SAME_BUDGET_SIZE = "same_budget", Size(8, (1, 8), 3, head_alone=True, alone=4)
 BUDGET_HEAD = f"{MODEL}/peers/exit_head"
 RATES, REQUESTS, ARRIVAL_ROUNDS, SEED = (2.0, 6.0), 8, 2, 0
+WATERFALL_SCRIPT = [sys.executable, str(ROOT / "benchmarks" / "waterfall.py")]
 WATERFALL = ["--tokens", "64", "--rounds", "1"]
 QUICK_SIZE = Size(4, (1, 2, 4), 3, head_alone=True, alone=1, max_tokens=16)
 QUICK_WATERFALL = ["--tokens", "16", "--rounds", "1"]
@@ -111,7 +121,7 @@ def main() -> int:
     if HELD_OUT in workloads:
         words = ["--json", str(results / "waterfall.json"), *(QUICK_WATERFALL if args.quick else WATERFALL)]
         # A process of its own, because there the engines run in it.
-        subprocess.run([sys.executable, "-P", "benchmarks/waterfall.py", *words], cwd=ROOT, check=True)
+        subprocess.run([*WATERFALL_SCRIPT, *words], cwd=ROOT, check=True)
     failed = measure_all(workloads, args.quick, console)
     console.print(f"measured in {(time.monotonic() - began) / 60:.1f} minutes")
     return failed
@@ -207,7 +217,7 @@ def throughput(session: Session, size: Size, quick: bool) -> list[dict[str, Any]
 def prompt_file(workload: str, num_prompts: int) -> Path:
     """Write a workload's first prompts and return the file."""
     BUILD.mkdir(parents=True, exist_ok=True)
-    workload = HELD_OUT if workload == SAME_BUDGET else workload
+    workload = HELD_OUT if workload == SAME_BUDGET else workload.removesuffix(SAMPLED)
     chosen = BUILD / f"{workload}-{num_prompts}.jsonl"
     lines = (PROMPTS / f"{workload}.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
     chosen.write_text("".join(lines[:num_prompts]), encoding="utf-8")

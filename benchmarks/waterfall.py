@@ -27,7 +27,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from waterfall_rows import UNNAMED, compare, summary
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from waterfall_rows import UNNAMED, compare, summary  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL, PROMPTS = "models/eesd-code-10m", "models/prompts/held_out_code.jsonl"

@@ -4,6 +4,7 @@ import importlib.util
 import io
 import json
 import re
+import subprocess
 import sys
 from contextlib import contextmanager
 from pathlib import Path
@@ -71,6 +72,8 @@ def results(tmp_path):
         "acceptance_length": 3.21,
         "acceptance_rate": 0.66,
         "mean_draft_length": 4.5,
+        "ngram_share": 0.25,
+        "looping_share": 0.13,
         "acceptance_per_position": [0.9, 0.5],
     }
     rows = [row("plain", 1), row("eesd", 1, **eesd), row("plain", 8), row("eesd", 8, identical=False)]
@@ -99,8 +102,8 @@ def results(tmp_path):
 def test_the_page_says_what_the_files_say(page_of, results):
     page_of.results(results, results / "results.md")
     text = (results / "results.md").read_text()
-    assert "| 1 | eesd | 111 | 2.34x (2.21-2.56) | 3.21 | 4.50 | 66% | yes |" in text
-    assert "| 8 | eesd | 111 | - | - | - | - | **no** |" in text
+    assert "| 1 | eesd | 111 | 2.34x (2.21-2.56) | 3.21 | 4.50 | 66% | 25% | 13% | yes |" in text
+    assert "| 8 | eesd | 111 | - | - | - | - | - | - | **no** |" in text
     assert "6 prompts, 77 new tokens each, 3 rounds. Some CPU, 2 cores; vllm-eesd 9.9; commit abcdef." in text
     command = "eesd bench latency --model 'a model' --prompts p.jsonl --methods plain,eesd --batch 1,8 --max-tokens 77"
     assert f"{command} --rounds 3 --dtype float32 --policy goodput" in text
@@ -123,7 +126,7 @@ def test_sampled_rows_and_fewer_prompts_at_batch_1_are_said_to_be(page_of, resul
     page_of.results(results, results / "results.md")
     text = (results / "results.md").read_text()
     told = "Random token ids as prompts. 6 prompts (2 at batch 1), 77 new tokens each at temperature 2, 3 rounds."
-    assert told in text and "| 8 | eesd | 111 | 1.00x (1.00-1.00) | - | - | - | - |" in text
+    assert told in text and "| 8 | eesd | 111 | 1.00x (1.00-1.00) | - | - | - | - | - | - |" in text
     first, second = re.findall(r"^eesd bench latency .*--temperature 2 .*$", text, re.MULTILINE)
     assert "p-2.jsonl" in first and "--batch 1 " in first and "p.jsonl" in second and "--batch 8 " in second
 
@@ -178,7 +181,8 @@ def test_what_is_measured_exists(page_of, monkeypatch):
         assert len(prompts.read_text(encoding="utf-8").splitlines()) == size.prompts >= max(size.batches)
         assert workload in page_of.WORKLOADS
         assert all(size.prompts_at(batch) >= batch for batch in size.batches)
-    assert set(measured.WORKLOADS) == set(WORKLOADS)
+    assert {name.removesuffix(measured.SAMPLED) for name in measured.WORKLOADS} == set(WORKLOADS)
+    subprocess.run([*measured.WATERFALL_SCRIPT, "--help"], check=True, stdout=subprocess.DEVNULL)
     # A third of each kind, also of those at batch 1.
     assert measured.WORKLOADS["mixed"].prompts % 3 == measured.WORKLOADS["mixed"].prompts_at(1) % 3 == 0
     assert measured.REQUESTS <= measured.WORKLOADS[measured.HELD_OUT].prompts
