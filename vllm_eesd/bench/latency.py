@@ -114,7 +114,7 @@ def latency_table(results: list[dict[str, Any]]) -> Table:
     table = Table(box=SIMPLE, padding=(0, 1, 0, 0))
     for column in ("method", "batch", "tokens/s", "speedup", "tokens per round", "loops", "n-grams", "same"):
         justify = "left" if column in ("method", "same") else "right"
-        table.add_column(column, justify=justify, no_wrap=column in ("method", "speedup"))
+        table.add_column(column, justify=justify, no_wrap=column not in ("tokens per round", "n-grams"))
     for row in results:
         length = row["acceptance_length"]
         cells = (row["method"], str(row["batch"]), f"{row['tokens_per_s']:.1f}", speedup_cell(row))
