@@ -108,13 +108,13 @@ def reporting(console: Console) -> Iterator[Callable[[str], None]]:
 def latency_table(results: list[dict[str, Any]]) -> Table:
     """Return `latency_rows` as a table for the terminal.
 
-    `loops`: the share of the tokens that lies in loops; `n-grams`: of the accepted drafts, those copied; `same`: as
+    `loops`: the share of the tokens that lies in loops; `copied`: of the accepted drafts, the n-gram drafts; `same`: as
     plain's. It fits 80 columns.
     """
     table = Table(box=SIMPLE, padding=(0, 1, 0, 0))
-    for column in ("method", "batch", "tokens/s", "speedup", "tokens per round", "loops", "n-grams", "same"):
+    for column in ("method", "batch", "tokens/s", "speedup", "tokens per round", "loops", "copied", "same"):
         justify = "left" if column in ("method", "same") else "right"
-        table.add_column(column, justify=justify, no_wrap=column not in ("tokens per round", "n-grams"))
+        table.add_column(column, justify=justify, no_wrap=column != "tokens per round")
     for row in results:
         length = row["acceptance_length"]
         cells = (row["method"], str(row["batch"]), f"{row['tokens_per_s']:.1f}", speedup_cell(row))
