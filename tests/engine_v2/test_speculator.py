@@ -4,6 +4,7 @@ import contextlib
 import inspect
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -33,9 +34,10 @@ def speculator(v2):
     self.num_speculative_tokens, self._asynchronous = K, True
     self.draft_tokens = torch.zeros(4, K, dtype=torch.int64)
     self.breaker = v2.CircuitBreaker()
-    no_ngrams = {"ngrams": None, "from_ngrams": torch.zeros(2, dtype=torch.bool)}
+    no_ngrams = {"ngrams": None, "from_ngrams": np.zeros(2, dtype=bool)}
+    greedy = {"draws": False, "certain": np.zeros(2, dtype=bool)}
     steps = {"num_steps": property(lambda rounds: self.wanted)}
-    self.rounds = type("", (), {"round_trace": None} | no_ngrams | steps)()
+    self.rounds = type("", (), {"round_trace": None} | no_ngrams | greedy | steps)()
     self.rounds.begin = begin
     for name in ("_prepare", "_without_adapters", "_run_round"):
         setattr(self, name, lambda *args, name=name, **kwargs: calls.append(name))
@@ -97,3 +99,20 @@ def test_where_no_request_can_use_a_draft_the_round_is_learned_from_and_nothing_
     """vLLM 0.33 calls so for prompt chunks and for requests that are sure to end."""
     speculator.propose(*arguments(), num_speculative_tokens=0, dp_sync_state=None, mm_inputs=None)
     assert speculator.calls == [("begin", 0)]
+
+
+@pytest.mark.parametrize("draws", [False, True])
+def test_a_sampling_request_under_a_grammar_drafts_greedily_and_is_verified_as_one_hot(v2, speculator, draws):
+    """Beside one whose draft is drawn, and alone, when nothing is drawn in its round."""
+    logits, temperature = torch.zeros(4, K, 8), torch.tensor([0.8, 0.9, 0.7, 0.6])
+    states = SimpleNamespace(draft_tokens=torch.zeros(4, K, dtype=torch.int64))
+    speculator.draft_logits, speculator.temperature, speculator.device = logits, temperature, "cpu"
+    speculator.ngrams, speculator.draft_tokens[:2] = v2.DeviceNgrams(states), torch.arange(2 * K).view(2, K)
+    speculator.rounds.draws, speculator.rounds.certain = draws, np.array([False, True])
+    given = arguments()
+    given[0].idx_mapping, given[0].idx_mapping_np = torch.tensor([3, 2]), np.array([3, 2])
+    speculator.propose(*given)
+    assert temperature.tolist() == pytest.approx([0.8, 0.9, 0.0 if draws else 0.7, 0.6])
+    assert logits[2].softmax(-1).argmax(-1).tolist() == list(range(K, 2 * K))
+    assert (logits[2].softmax(-1).amax(-1) == 1).all()
+    assert not logits[[0, 1, 3]].any()
