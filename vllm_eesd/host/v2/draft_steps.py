@@ -78,7 +78,7 @@ class DraftSteps(DraftModelSpeculator):
         self._no_blocks = torch.zeros(self.max_num_reqs, dtype=torch.int32, device=device)
         #: [max_num_reqs, hidden_size], see `ExitHead.round_context`; None if the head wants none.
         self._round_context: torch.Tensor | None = None
-        #: By `draws`.
+        #: By `draws`; none until memory is profiled.
         self._graphs: dict[bool, SpeculatorCudaGraphManager] = {}
         #: Has the next forward, of so many tokens, run without LoRA adapters.
         self._without_adapters: Callable[[int], None] = lambda num_tokens: None

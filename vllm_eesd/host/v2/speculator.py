@@ -277,7 +277,7 @@ class EarlyExitSpeculator(DraftSteps):
         longest = int(step.seq_lens_upper_bound[: step.num_reqs].numpy().max()) + self.num_speculative_tokens
         self.draft_max_seq_len = min(longest, self.max_model_len)
         sizes = {"uniform_token_count": 1, "dp_size": 1, "dp_rank": 0, "need_eager": need_eager}
-        return dispatch_cg_and_sync_dp(self._graphs[self.draws], step.num_reqs, step.num_reqs, **sizes)[0]
+        return dispatch_cg_and_sync_dp(self._graphs.get(self.draws), step.num_reqs, step.num_reqs, **sizes)[0]
 
     def _run_round(self, target_step: TargetStep, graph: BatchExecutionDescriptor, times: RoundTimes) -> None:
         """Launch the round's draft steps, decided ahead: the host goes on while they run."""
