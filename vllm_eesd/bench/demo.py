@@ -117,7 +117,7 @@ def summary_table(greedy: list[dict[str, Any]], sampled: list[dict[str, Any]]) -
     add(f"speedup (range of {ROUNDS} rounds)", lambda plain, eesd: speedup_cell(eesd), style="bold")
     add("tokens per round", lambda plain, eesd: tokens_per_round_cell(eesd))
     add("drafts accepted, 1st to 4th", lambda plain, eesd: positions_cell(eesd))
-    add("n-gram drafts, of those accepted", lambda plain, eesd: percent_cell(eesd["ngram_share"]))
+    add("n-gram drafts among them", lambda plain, eesd: percent_cell(eesd["ngram_share"]))
     add("text in loops", lambda plain, eesd: percent_cell(eesd["looping_share"]))
     add("identical output", lambda plain, eesd: identical_cell(eesd))
     return table
