@@ -58,10 +58,7 @@ class Rounds:
         #: What the text of each slot's request has at least.
         self._num_tokens = np.zeros(max_num_reqs, dtype=np.int64)
         self._generation = np.zeros(max_num_reqs, dtype=np.int64)
-        self._has_grammar = np.zeros(max_num_reqs, dtype=bool)
-        self._has_adapter = np.zeros(max_num_reqs, dtype=bool)
-        #: Whose drafts may be drawn.
-        self._samples = np.zeros(max_num_reqs, dtype=bool)
+        self._has_grammar, self._has_adapter, self._samples = np.zeros((3, max_num_reqs), dtype=bool)
         self.round_trace = open_trace(config)
         #: False while the worker warms up: its requests are made up, and its steps wait for compilers.
         self.learns = True
@@ -209,16 +206,12 @@ class Rounds:
 
     @property
     def certain(self) -> np.ndarray:
-        """[num_reqs] bool, rows of sampling requests whose draft is the most probable tokens, verified as one-hot.
-
-        A grammar cuts a draft because of what it is; vLLM then samples anew, which is right for one-hot drafts only.
-        """
+        """[num_reqs] bool, rows of sampling requests whose drafts are not drawn: a grammar cuts them for what they are."""
         return self._samples_with_head & self._has_grammar[self._round.slots]
 
     @property
     def _samples_with_head(self) -> np.ndarray:
-        drafts_with_head = (self._round.lengths > 0) & ~self._round.from_ngrams
-        return drafts_with_head & self._samples[self._round.slots]
+        return self._samples[self._round.slots] & (self._round.lengths > 0) & ~self._round.from_ngrams
 
     def end(self, confidences: torch.Tensor) -> None:
         """The round's draft steps are on their way: have their confidences copied, to be read with the verdict.
