@@ -206,7 +206,7 @@ class Rounds:
 
     @property
     def certain(self) -> np.ndarray:
-        """[num_reqs] bool, rows of sampling requests whose drafts are not drawn: a grammar cuts them for what they are."""
+        """[num_reqs] bool, rows of sampling requests under a grammar, which cuts drafts for their tokens: not drawn."""
         return self._samples_with_head & self._has_grammar[self._round.slots]
 
     @property
