@@ -24,7 +24,15 @@ from typing import Any
 
 from vllm_eesd.bench.engines import METHODS, TRAINED_PEERS, EngineSettings, encode_prompts, running_engines
 from vllm_eesd.bench.hardware import provenance
-from vllm_eesd.bench.latency import latency_rows, latency_table, open_console, report_gate, reporting, write_json
+from vllm_eesd.bench.latency import (
+    ended_at_loops,
+    latency_rows,
+    latency_table,
+    open_console,
+    report_gate,
+    reporting,
+    write_json,
+)
 from vllm_eesd.bench.measure import Work
 from vllm_eesd.bench.prompts import read_prompts
 from vllm_eesd.bench.throughput import arrival_rows, arrival_table
@@ -48,6 +56,7 @@ class Size:
         alone: at batch 1 only the first so many, because there they take longest; None: all.
         max_tokens: per prompt.
         temperature: of every request; above 0 outputs are not compared.
+        up_to_loops: whether a text ends where plain's begins to repeat itself.
     """
 
     prompts: int
@@ -57,6 +66,7 @@ class Size:
     alone: int | None = None
     max_tokens: int = 128
     temperature: float = 0.0
+    up_to_loops: bool = False
 
     def prompts_at(self, batch: int) -> int:
         """Return how many prompts are measured at a batch size."""
@@ -71,6 +81,7 @@ WORKLOADS = {
     "random_tokens": Size(8, (1, 8), 3, alone=4, max_tokens=64, temperature=2.0),
     "multi_turn": Size(8, (1, 8), 3, alone=4, max_tokens=64),
     "long_context": Size(4, (1, 4), 3, alone=2, max_tokens=64),
+    "edits": Size(8, (1, 8), 3, alone=4),
     "mixed": Size(24, (1, 8), 3, alone=6, max_tokens=64),
 }
 #: The same prompts, sampled as a completion model is used: greedy text of a small model may repeat itself.
@@ -82,6 +93,9 @@ WORKLOADS |= {
     for name, size in WORKLOADS.items()
     if not size.temperature
 }
+#: Greedy text that nobody would end as a loop.
+UP_TO_LOOPS = "_up_to_loops"
+WORKLOADS[HELD_OUT + UP_TO_LOOPS] = replace(WORKLOADS[HELD_OUT], batches=(1, 8), up_to_loops=True)
 #: Held-out code once more, drafted for by what was trained on equally many tokens: an exit head and the trained peers.
 SAME_BUDGET, SAME_BUDGET_SIZE = "same_budget", Size(8, (1, 8), 3, head_alone=True, alone=4)
 BUDGET_HEAD = f"{MODEL}/peers/exit_head"
@@ -193,9 +207,10 @@ def latency(session: Session, workload: str, size: Size) -> list[dict[str, Any]]
         engines = {method: session.engines[method].at(size.temperature) for method in taking_part}
         settings, count = replace(session.settings, temperature=size.temperature), size.prompts_at(batch)
         prompts, source = session.prompts[workload][:count], shown(prompt_file(workload, count))
-        rows += latency_rows(
-            engines, settings, Work(prompts, source, size.max_tokens, size.rounds), batch, session.progress
-        )
+        work = Work(prompts, source, size.max_tokens, size.rounds)
+        if size.up_to_loops:
+            work = ended_at_loops(engines["plain"], work)
+        rows += latency_rows(engines, settings, work, batch, session.progress)
     session.write(f"latency-{workload}.json", rows)
     return rows
 
@@ -217,7 +232,7 @@ def throughput(session: Session, size: Size, quick: bool) -> list[dict[str, Any]
 def prompt_file(workload: str, num_prompts: int) -> Path:
     """Write a workload's first prompts and return the file."""
     BUILD.mkdir(parents=True, exist_ok=True)
-    workload = HELD_OUT if workload == SAME_BUDGET else workload.removesuffix(SAMPLED)
+    workload = HELD_OUT if workload == SAME_BUDGET else workload.removesuffix(SAMPLED).removesuffix(UP_TO_LOOPS)
     chosen = BUILD / f"{workload}-{num_prompts}.jsonl"
     lines = (PROMPTS / f"{workload}.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
     chosen.write_text("".join(lines[:num_prompts]), encoding="utf-8")

@@ -26,18 +26,22 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS, DOCS, README = ROOT / "benchmarks" / "results", ROOT / "docs", ROOT / "README.md"
-#: What a workload's prompts are; models/make/make_workloads.py and models/make/make_prompts.py make them.
+#: What a workload's prompts are; models/make makes them.
 WORKLOADS = {
     "held_out_code": "Pieces of source files that the model never saw.",
     "repetitive_code": "Held-out code and the beginning of a copy of it with one name changed.",
     "random_tokens": "Random token ids as prompts.",
     "multi_turn": "Conversations of requests and code replies, the last request unanswered.",
     "long_context": "Held-out code, about 1900 tokens of it: the embedded model has 2048 positions.",
+    "edits": "A held-out function, a change that is asked for, and the first line of the changed function.",
     "mixed": "Held-out, repetitive and random prompts in turn.",
     "same_budget": "Held-out code, drafted for by an exit head, a draft model and an EAGLE head that were trained on "
     "the same tokens, equally many (`models/make/train_peers.py`); nothing is copied.",
 }
 WORKLOADS |= {f"{name}_sampled": f"{text} Sampled." for name, text in WORKLOADS.items()}
+WORKLOADS["held_out_code_up_to_loops"] = (
+    "Held-out code; every text ends where plain's greedy one begins to repeat itself."
+)
 #: Of a kernel benchmark's columns, those that its table leaves out.
 HIDDEN_COLUMNS = ("hardware", "versions", "git_sha", "ms_min", "ms_max", "bytes", "copy_gb_per_s")
 #: Policies measured live, and on which target.
@@ -111,6 +115,7 @@ def latency_commands(rows: Rows) -> str:
         words += ["--methods", ",".join(methods), "--batch", ",".join(batches)]
         words += ["--max-tokens", str(first["max_tokens"]), "--rounds", str(first["rounds"]), "--dtype", first["dtype"]]
         words += ["--temperature", f"{first['temperature']:g}"] if first["temperature"] else []
+        words += ["--up-to-loops"] if first.get("up_to_loops") else []
         lines.append(shlex.join([*words, "--policy", first["policy"]]))
     return "\n".join(lines)
 

@@ -25,12 +25,16 @@ from pack_text import HELD_OUT, is_held_out, source_files  # noqa: E402
 MIN_TOKENS, MAX_TOKENS = 60, 160
 # A function with less after the cut leaves little to complete.
 MIN_LINES_LEFT = 4
+#: From a file's lines, (start, end) of those that may be a prompt, end exclusive.
+Pieces = Callable[[list[str]], Iterator[tuple[int, int]]]
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
-def make_prompts(count: int, num_tokens: Callable[[str], int]) -> list[dict[str, str]]:
+def make_prompts(count: int, num_tokens: Callable[[str], int], pieces: Pieces | None = None) -> list[dict[str, str]]:
     """Return `count` prompts with their sources, in a fixed order.
 
+    Args:
+        pieces: what of a file's lines may be a prompt; `cuts` unless told.
     Raises:
         ValueError: the held-out sources hold fewer.
     """
@@ -42,7 +46,7 @@ def make_prompts(count: int, num_tokens: Callable[[str], int]) -> list[dict[str,
     prompts: list[dict[str, str]] = []
     while len(prompts) < count and any(queues.values()):
         for queue in queues.values():
-            prompt = next_prompt(queue, num_tokens)
+            prompt = next_prompt(queue, num_tokens, pieces or cuts)
             if prompt is not None and len(prompts) < count:
                 prompts.append(prompt)
     if len(prompts) < count:
@@ -55,13 +59,15 @@ def order(name: str) -> str:
     return hashlib.sha256(name.encode()).hexdigest()
 
 
-def next_prompt(queue: list[tuple[str, Path]], num_tokens: Callable[[str], int]) -> dict[str, str] | None:
+def next_prompt(
+    queue: list[tuple[str, Path]], num_tokens: Callable[[str], int], pieces: Pieces
+) -> dict[str, str] | None:
     """Take files from the queue until one yields a prompt."""
     while queue:
         name, path = queue.pop(0)
         lines = path.read_text(encoding="utf-8").splitlines()
         found = {}
-        for start, end in cuts(lines):
+        for start, end in pieces(lines):
             text = "\n".join(lines[start:end])
             if MIN_TOKENS <= num_tokens(text) <= MAX_TOKENS:
                 found[f"{name}:{start + 1}-{end}"] = text

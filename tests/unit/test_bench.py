@@ -94,7 +94,7 @@ def test_plain_warms_up_with_one_batch_and_the_others_with_all_that_is_counted(m
     seen = []
     count = measuring.count_rounds
     monkeypatch.setattr(
-        measuring, "count_rounds", lambda e, batches, n: (seen.append((e.name, len(batches))), count(e, batches, n))[1]
+        measuring, "count_rounds", lambda e, batches: (seen.append((e.name, len(batches))), count(e, batches))[1]
     )
     runs, _ = run_measure(prompts=3)
     assert seen == [("plain", 1), ("eesd", 3), ("ngram", 3)]
@@ -186,7 +186,7 @@ def test_a_requests_first_step_is_no_decoding_round():
             yield [(0, [2, 3]), (1, [1])]
             yield [(0, []), (1, [2, 3, 4])]
 
-    assert count_rounds(Steps(), [[[7], [7]]], 4) == {"rounds": 2, "emitted": 5}
+    assert count_rounds(Steps(), [([[7], [7]], [4, 4])]) == {"rounds": 2, "emitted": 5}
 
 
 # --- the command ---
@@ -233,6 +233,7 @@ def bench(monkeypatch, tmp_path):
             "policy": "goodput",
             "peers": None,
             "temperature": 0.0,
+            "up_to_loops": False,
             "json": str(tmp_path / "out" / "rows.json"),
         }
         code = latency.run(argparse.Namespace(**(arguments | changed)))
@@ -275,6 +276,21 @@ def test_sampled_outputs_are_not_compared(bench):
     assert all(row["speedup_vs_plain"] is not None for row in result)
 
 
+def test_greedy_texts_may_end_where_plain_begins_to_repeat_itself(bench, monkeypatch):
+    asked = []
+    measured = latency.measure
+    monkeypatch.setattr(
+        latency,
+        "measure",
+        lambda *args, max_tokens, **sizes: (asked.append(max_tokens), measured(*args, max_tokens=max_tokens, **sizes))[
+            1
+        ],
+    )
+    monkeypatch.setattr(latency, "tokens_before_loops", lambda tokens: len(tokens) - 1)
+    code, result, _ = bench(up_to_loops=True)
+    assert code == 0 and asked == [[3, 3]] * len(asked) and all(row["up_to_loops"] for row in result)
+
+
 def test_bfloat16_reports_a_difference_without_failing(bench):
     code, result, printed = bench(eesd_tokens=(1, 2, 3, 9), dtype="bfloat16")
     assert code == 0 and "note: eesd" in printed
@@ -300,6 +316,8 @@ def test_bfloat16_reports_a_difference_without_failing(bench):
         ({"policy": "guess"}, r"policy"),
         ({"temperature": 2.5}, r"temperature=2.5 .* 0 \(greedy\) to 2"),
         ({"temperature": float("nan")}, r"temperature=nan"),
+        ({"up_to_loops": True, "temperature": 0.8}, r"up_to_loops=True .* without temperature=0 and plain"),
+        ({"up_to_loops": True, "methods": ["eesd"]}, r"up_to_loops=True .* without temperature=0 and plain"),
     ],
 )
 def test_unusable_flags_start_nothing(bench, changed, message):

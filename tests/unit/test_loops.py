@@ -2,7 +2,7 @@
 
 import pytest
 
-from vllm_eesd.bench.loops import LOOP_TOKENS, MAX_PERIOD, in_loops, share_in_loops
+from vllm_eesd.bench.loops import LOOP_TOKENS, MAX_PERIOD, in_loops, share_in_loops, tokens_before_loops
 
 
 @pytest.mark.parametrize("period", [1, 5, MAX_PERIOD])
@@ -19,6 +19,12 @@ def test_a_longer_period_and_a_short_text_are_no_loops():
     assert not in_loops([7] * LOOP_TOKENS).any()
     assert in_loops([7] * (LOOP_TOKENS + 1)).sum() == LOOP_TOKENS
     assert not len(in_loops([]))
+
+
+def test_a_text_up_to_its_first_loop():
+    assert tokens_before_loops([*range(100, 140), *[7] * 40]) == 41  # the first 7 repeats nothing
+    assert tokens_before_loops(list(range(50))) == 50
+    assert tokens_before_loops([7] * 40) == 1
 
 
 def test_the_share_is_of_all_tokens():

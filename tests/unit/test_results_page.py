@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from vllm_eesd.bench.prompts import WORKLOADS
-from vllm_eesd.bench.vllm_engine import Served
+from vllm_eesd.bench.vllm_engine import Served, each_limit
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -181,7 +181,9 @@ def test_what_is_measured_exists(page_of, monkeypatch):
         assert len(prompts.read_text(encoding="utf-8").splitlines()) == size.prompts >= max(size.batches)
         assert workload in page_of.WORKLOADS
         assert all(size.prompts_at(batch) >= batch for batch in size.batches)
-    assert {name.removesuffix(measured.SAMPLED) for name in measured.WORKLOADS} == set(WORKLOADS)
+    assert {
+        name.removesuffix(measured.SAMPLED).removesuffix(measured.UP_TO_LOOPS) for name in measured.WORKLOADS
+    } == set(WORKLOADS)
     subprocess.run([*measured.WATERFALL_SCRIPT, "--help"], check=True, stdout=subprocess.DEVNULL)
     # A third of each kind, also of those at batch 1.
     assert measured.WORKLOADS["mixed"].prompts % 3 == measured.WORKLOADS["mixed"].prompts_at(1) % 3 == 0
@@ -195,11 +197,11 @@ class FakeEngine:
         self._asked = asked
 
     def generate(self, prompts, max_tokens):
-        self._asked.append((len(prompts), max_tokens))
-        return [[7] * max_tokens for _ in prompts]
+        self._asked.append(each_limit(max_tokens, len(prompts)))
+        return [[7] * limit for limit in each_limit(max_tokens, len(prompts))]
 
     def stream(self, prompts, max_tokens):
-        yield [(number, [7] * max_tokens) for number in range(len(prompts))]
+        yield [(n, [7] * limit) for n, limit in enumerate(each_limit(max_tokens, len(prompts)))]
 
     def serve(self, prompts, arrivals, max_tokens):
         return [Served(arrival, arrival + 1, arrival + 2, [7] * max_tokens) for arrival in arrivals]
@@ -234,6 +236,7 @@ def test_one_session_measures_everything_the_page_shows(page_of, tmp_path, monke
     sizes = {
         measured.HELD_OUT: measured.Size(4, (1, 2, 4), 3, head_alone=True),
         "random_tokens": measured.Size(2, (1, 2), 3, alone=1, max_tokens=5, temperature=2.0),
+        measured.HELD_OUT + measured.UP_TO_LOOPS: measured.Size(2, (2,), 3, up_to_loops=True),
     }
     assert measured.measure_all(sizes, False, Console(file=io.StringIO())) == 0
     drafting, of_the_same_budget = ["eesd", "eesd-head", "ngram"], ["eesd-head", "draft_model"]
@@ -252,7 +255,9 @@ def test_one_session_measures_everything_the_page_shows(page_of, tmp_path, monke
         (method, count) for count in (1, 2) for method in ("plain", "eesd", "ngram")
     ]
     assert {(row["temperature"], row["identical"], row["max_tokens"]) for row in other} == {(2.0, None, 5)}
-    assert 2.0 in asked and (1, 5) in asked
+    assert 2.0 in asked and [5] in asked
+    short = json.loads((tmp_path / "latency-held_out_code_up_to_loops.json").read_text())
+    assert all(row["up_to_loops"] for row in short) and [1, 1] in asked  # all that an engine says here is a loop
     page_of.results(tmp_path, tmp_path / "results.md")
     text = (tmp_path / "results.md").read_text()
     assert "- `suffix` is left out: not built." in text and "- `eagle` is left out: not trained." in text

@@ -1,6 +1,7 @@
-"""The shipped prompts are what models/make/make_workloads.py makes, and what their names promise."""
+"""The shipped prompts are what models/make makes, and what their names promise."""
 
-import importlib.util
+import ast
+import importlib
 import json
 from functools import cache
 from pathlib import Path
@@ -12,11 +13,10 @@ PROMPTS, MODEL = ROOT / "models" / "prompts", ROOT / "models" / "eesd-code-10m"
 
 
 @cache
-def maker():
-    spec = importlib.util.spec_from_file_location("make_workloads", ROOT / "models" / "make" / "make_workloads.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def maker(name="make_workloads"):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "models" / "make"))
+        return importlib.import_module(name)
 
 
 @cache
@@ -64,3 +64,34 @@ def test_the_mixture_is_a_third_of_each_in_turn():
     mixed = shipped("mixed")
     for start, name in enumerate(("held_out_code", "repetitive_code", "random_tokens")):
         assert mixed[start::3] == shipped(name)[:16]
+
+
+FUNCTION = """@cache
+def area(width, height=1):
+    "Of a rectangle."
+    return width * height + width"""
+
+
+@pytest.mark.parametrize(
+    "kind, asked, head",
+    [
+        (0, "Call `area` `area_copy` instead", "@cache\ndef area_copy(width, height=1):"),
+        (1, "Add a parameter `verbose` before the others", "@cache\ndef area(verbose, width, height=1):"),
+        (2, "Call `width` in it `width_copy` instead", "@cache\ndef area(width_copy, height=1):"),
+    ],
+)
+def test_an_edit_shows_a_function_asks_for_a_change_and_begins_the_answer(kind, asked, head):
+    made = maker("make_edits").edit({"prompt": FUNCTION, "source": "a.py:1-4"}, kind)
+    assert made == {"prompt": f"{FUNCTION}\n\n\n# {asked}.\n{head}", "source": "a.py:1-4"}
+
+
+def test_a_function_without_parameters_gets_one():
+    _, changed = maker("make_edits").change("def area():\n    return 1", 1)
+    assert changed == "def area(verbose):\n    return 1"
+
+
+def test_the_shipped_edits_are_whole_functions():
+    for prompt in shipped("edits"):
+        code, answer = prompt["prompt"].split("\n\n\n# ")
+        (function,) = ast.parse(code).body
+        assert function.end_lineno == len(code.split("\n")) and "def " in answer

@@ -22,6 +22,8 @@ def latency(parser: argparse.ArgumentParser) -> None:
     measured(parser, rounds=5)
     compared(parser)
     parser.add_argument("--batch", type=positive_list, default=[1, 4], metavar="B,...", help="batch sizes")
+    text = "end every greedy text where plain's begins to repeat itself"
+    parser.add_argument("--up-to-loops", action="store_true", help=text)
 
 
 def throughput(parser: argparse.ArgumentParser) -> None:

@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from rich.table import Table
 
 from vllm_eesd.bench.engines import METHODS, OURS, EngineSettings, encode_prompts, running_engines
 from vllm_eesd.bench.hardware import provenance
+from vllm_eesd.bench.loops import tokens_before_loops
 from vllm_eesd.bench.measure import Work, measure, rows
 from vllm_eesd.bench.prompts import chosen_file, read_prompts
 from vllm_eesd.bench.vllm_engine import VllmEngine
@@ -32,6 +34,8 @@ def run(args: argparse.Namespace) -> int:
     """
     settings = EngineSettings.of(args)
     check_methods(args.methods, settings)
+    if args.up_to_loops and (settings.temperature or "plain" not in args.methods):
+        raise ValueError("up_to_loops=True is not usable without temperature=0 and plain, whose loops end the texts")
     source = chosen_file(args)
     texts = read_prompts(source)
     check_sizes(len(texts), args.batch, max_tokens=args.max_tokens, rounds=args.rounds)
@@ -40,6 +44,8 @@ def run(args: argparse.Namespace) -> int:
         _, prompts, max_model_len = encode_prompts(settings.model, texts, args.max_tokens, progress)
         work, results = Work(prompts, source, args.max_tokens, args.rounds), []
         with running_engines(args.methods, settings, max_model_len, progress) as engines:
+            if args.up_to_loops:
+                work = ended_at_loops(engines["plain"], work)
             for batch in args.batch:
                 results += latency_rows(engines, settings, work, batch, progress)
     if args.json:
@@ -50,15 +56,21 @@ def run(args: argparse.Namespace) -> int:
     return report_gate(results, console)
 
 
+def ended_at_loops(plain: VllmEngine, work: Work) -> Work:
+    """Return the work with every text ended where plain's greedy one begins to repeat itself."""
+    plain.forget_prefixes()
+    return replace(work, limits=[tokens_before_loops(text) for text in plain.generate(work.prompts, work.max_tokens)])
+
+
 def latency_rows(
     engines: Mapping[str, VllmEngine], settings: EngineSettings, work: Work, batch: int, progress: Callable[[str], None]
 ) -> list[dict[str, Any]]:
     """Return a row per engine of prompts generated `batch` at a time, with everything that says how it was measured."""
-    sizes = {"batch": batch, "max_tokens": work.max_tokens, "rounds": work.rounds}
+    sizes = {"batch": batch, "max_tokens": work.limits or work.max_tokens, "rounds": work.rounds}
     runs = measure(engines, work.prompts, progress=progress, **sizes)
     shared = {"model": settings.model, "head": settings.head, "dtype": settings.dtype, "max_tokens": work.max_tokens}
     shared |= {"rounds": work.rounds, **provenance(), "prompts": str(work.source), "num_prompts": len(work.prompts)}
-    shared |= {"policy": settings.policy, "temperature": settings.temperature}
+    shared |= {"policy": settings.policy, "temperature": settings.temperature, "up_to_loops": work.limits is not None}
     measured = rows(runs, exact=settings.exact, compared=settings.temperature == 0)
     return [{"method": row.pop("method"), "batch": batch, **row, **shared} for row in measured]
 

@@ -28,6 +28,12 @@ def in_loops(tokens: Sequence[int]) -> np.ndarray:
     return found
 
 
+def tokens_before_loops(tokens: Sequence[int]) -> int:
+    """Return how many tokens stand before the first that lies in a loop: at least one."""
+    looping = in_loops(tokens)
+    return max(1, int(looping.argmax())) if looping.any() else len(tokens)
+
+
 def share_in_loops(outputs: Iterable[Sequence[int]]) -> float | None:
     """Return which share of all these tokens lies in loops, each output by itself; None if there are no tokens."""
     found = [in_loops(tokens) for tokens in outputs]

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vllm_eesd.bench.loops import share_in_loops
-from vllm_eesd.bench.vllm_engine import VllmEngine
+from vllm_eesd.bench.vllm_engine import Limits, VllmEngine, each_limit
 
 Tokens = list[int]
 #: Bootstrap samples of a run's ratios: the ends of an interval are then good to the digits shown.
@@ -26,12 +26,14 @@ class Work:
         source: the prompts' file.
         max_tokens: generated for each, exactly.
         rounds: timed.
+        limits: each prompt's own number of tokens, where it is not `max_tokens`.
     """
 
     prompts: list[Tokens]
     source: str | os.PathLike
     max_tokens: int
     rounds: int
+    limits: Sequence[int] | None = None
 
 
 @dataclass
@@ -51,7 +53,7 @@ def measure(
     prompts: Sequence[Tokens],
     *,
     batch: int,
-    max_tokens: int,
+    max_tokens: Limits,
     rounds: int,
     clock: Callable[[], float] = time.perf_counter,
     progress: Callable[[str], None] = lambda text: None,
@@ -60,14 +62,15 @@ def measure(
 
     One warm-up per method stays outside the clock; the order of the methods rotates from round to round.
     """
-    batches = [list(prompts[i : i + batch]) for i in range(0, len(prompts), batch)]
+    limits = each_limit(max_tokens, len(prompts))
+    batches = [(list(prompts[i : i + batch]), limits[i : i + batch]) for i in range(0, len(prompts), batch)]
     runs = {method: Runs() for method in engines}
     counted = {}
     for method, engine in engines.items():
         progress(f"batch {batch}: warming up {method}")
         engine.forget_prefixes()
         # Plain emits a token a round, whatever the prompts: one batch warms it up and shows that.
-        counted[method] = count_rounds(engine, batches[:1] if method == "plain" else batches, max_tokens)
+        counted[method] = count_rounds(engine, batches[:1] if method == "plain" else batches)
         engine.reset_statistics()
     for round_index in range(rounds):
         for method in rotated(list(engines), round_index):
@@ -75,7 +78,7 @@ def measure(
             engine = engines[method]
             engine.forget_prefixes()
             began = clock()
-            outputs = [engine.generate(prompts, max_tokens) for prompts in batches]
+            outputs = [engine.generate(*one) for one in batches]
             runs[method].seconds.append(clock() - began)
             runs[method].outputs.append([tokens for out in outputs for tokens in out])
     for method, engine in engines.items():
@@ -89,15 +92,18 @@ def rotated(methods: list[str], round_index: int) -> list[str]:
     return methods[start:] + methods[:start]
 
 
-def count_rounds(engine: VllmEngine, batches: list[list[Tokens]], max_tokens: int) -> dict[str, int]:
+def count_rounds(engine: VllmEngine, batches: list[tuple[list[Tokens], list[int]]]) -> dict[str, int]:
     """Return the decoding rounds and the tokens emitted in them, seen from outside the engine.
 
     A request's first step ends its prompt and is no decoding round.
+
+    Args:
+        batches: (prompts, tokens to generate for each) of those that run at once.
     """
     counters = {"rounds": 0, "emitted": 0}
-    for prompts in batches:
+    for one in batches:
         started: set[int] = set()
-        for step in engine.stream(prompts, max_tokens):
+        for step in engine.stream(*one):
             for index, tokens in step:
                 if index in started and tokens:
                     counters["rounds"] += 1

@@ -8,8 +8,8 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-#: Prompt files of models/prompts, made by models/make/make_prompts.py and models/make/make_workloads.py.
-WORKLOADS = ("held_out_code", "repetitive_code", "random_tokens", "multi_turn", "long_context", "mixed")
+#: Prompt files of models/prompts, made by models/make (make_prompts.py, make_edits.py, make_workloads.py).
+WORKLOADS = ("held_out_code", "repetitive_code", "random_tokens", "multi_turn", "long_context", "edits", "mixed")
 ALLOWED = 'a JSON object with a non-empty string "prompt"'
 
 

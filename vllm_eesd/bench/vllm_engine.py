@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+#: Tokens to generate: as many for every prompt, or each prompt's own number.
+Limits = int | Sequence[int]
+
+
+def each_limit(limits: Limits, num_prompts: int) -> list[int]:
+    """Return how many tokens to generate for each prompt."""
+    return [limits] * num_prompts if isinstance(limits, int) else list(limits)
 
 
 @dataclass
@@ -48,27 +56,28 @@ class VllmEngine:
         """Return the same engine, asked to sample at another temperature."""
         return VllmEngine(self._llm, self._drafts, temperature)
 
-    def generate(self, prompts: list[list[int]], max_tokens: int, **params: Any) -> list[list[int]]:
+    def generate(self, prompts: list[list[int]], max_tokens: Limits, **params: Any) -> list[list[int]]:
         """Return each prompt's new tokens; the prompts run as one batch. This call is what the clock sees.
 
         Args:
+            max_tokens: of every prompt, or each one's own.
             params: further ones of `vllm.SamplingParams`.
         """
         from vllm import TokensPrompt
 
         inputs = [TokensPrompt(prompt_token_ids=tokens) for tokens in prompts]
-        params = self._params(max_tokens, **params)
-        outputs = self._llm.generate(inputs, params, use_tqdm=False)
+        of_each = [self._params(limit, **params) for limit in each_limit(max_tokens, len(prompts))]
+        outputs = self._llm.generate(inputs, of_each, use_tqdm=False)
         return [list(output.outputs[0].token_ids) for output in outputs]
 
-    def stream(self, prompts: list[list[int]], max_tokens: int) -> Iterator[list[tuple[int, list[int]]]]:
+    def stream(self, prompts: list[list[int]], max_tokens: Limits) -> Iterator[list[tuple[int, list[int]]]]:
         """Yield (prompt index, new tokens) of every engine step."""
         from vllm.inputs import tokens_input
         from vllm.sampling_params import RequestOutputKind
 
         engine = self._llm.llm_engine
-        for index, tokens in enumerate(prompts):
-            params = self._params(max_tokens, output_kind=RequestOutputKind.DELTA)
+        for index, (tokens, limit) in enumerate(zip(prompts, each_limit(max_tokens, len(prompts)), strict=True)):
+            params = self._params(limit, output_kind=RequestOutputKind.DELTA)
             engine.add_request(str(index), tokens_input(tokens), params)
         while engine.has_unfinished_requests():
             yield [(int(output.request_id), list(output.outputs[0].token_ids)) for output in engine.step()]
