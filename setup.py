@@ -33,11 +33,15 @@ setup(
     license="Apache-2.0",
     license_files=["LICENSE"],
     python_requires=">=3.11",
-    # The kernels stand at the top of the source tree and are installed inside the package.
+    # The kernels and the embedded model stand at the top of the source tree and are installed inside the package.
     packages=find_packages(include=["vllm_eesd", "vllm_eesd.*"])
-    + ["vllm_eesd.kernels", *(f"vllm_eesd.kernels.{shelf}" for shelf in find_packages("kernels"))],
-    package_dir={"vllm_eesd.kernels": "kernels"},
-    package_data={"vllm_eesd.traces": ["*.html"]},
+    + ["vllm_eesd.kernels", *(f"vllm_eesd.kernels.{shelf}" for shelf in find_packages("kernels"))]
+    + ["vllm_eesd.models"],
+    package_dir={"vllm_eesd.kernels": "kernels", "vllm_eesd.models": "models"},
+    package_data={
+        "vllm_eesd.traces": ["*.html"],
+        "vllm_eesd.models": ["eesd-code-10m/*", "eesd-code-10m/eesd/*", "prompts/*"],
+    },
     # torch and vLLM are left to the extras: which build fits depends on the machine.
     install_requires=[
         "numba>=0.61",

@@ -46,6 +46,7 @@ COMMANDS = [
     Command("simulate", "simulate.run", "simulate", "replay recorded acceptance under every draft-length policy"),
     Command("plan", "simulate.plan", "plan", "what recorded acceptance would be worth on another machine and model"),
     Command("top", "bench.top", "top", "a server's acceptance, draft lengths, goodput and speedup, live"),
+    Command("embedded", "embedded", "embedded", "print the directory of the embedded model, for vllm serve"),
     Command("doctor", "doctor", "doctor", "tell whether EESD can run here, and what to do if not"),
 ]
 

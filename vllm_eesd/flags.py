@@ -38,6 +38,10 @@ def doctor(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", metavar="OUT", help="write what was found")
 
 
+def embedded(parser: argparse.ArgumentParser) -> None:
+    """`vllm_eesd.embedded` has no flags."""
+
+
 def default(config: type[BaseModel], field: str) -> Any:
     """Return a config field's default."""
     return config.model_fields[field].default

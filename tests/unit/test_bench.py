@@ -556,12 +556,5 @@ def test_demo_summary_and_table():
     assert "\x1b" not in file.getvalue()
 
 
-def test_demo_outside_a_clone_says_what_to_name(monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(prompts, "__file__", str(tmp_path / "a" / "b" / "c" / "prompts.py"))
-    with pytest.raises(ValueError, match=r"models/eesd-code-10m .* --model"):
-        demo.in_clone(demo.MODEL, "model")
-
-
 def test_runs_compute_tokens_per_second():
     assert Runs(seconds=[2.0, 4.0], outputs=[[[1, 2], [3, 4]], [[1, 2], [3, 4]]]).tokens_per_s() == [2.0, 1.0]

@@ -24,6 +24,7 @@ MINIMAL = {
     "vllm_eesd.bench.top": ["top", "--url", "http://127.0.0.1:8000"],
     "vllm_eesd.simulate.plan": ["plan", "--trace", "T", "--gpu", "h200", "--exit-layer", "5"],
     "vllm_eesd.bench.trace_record": ["trace-record", "--model", "M", "--prompts", "P", "--workload", "W", "-o", "T"],
+    "vllm_eesd.embedded": ["embedded"],
     "vllm_eesd.doctor": ["doctor"],
 }
 

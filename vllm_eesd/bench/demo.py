@@ -29,11 +29,11 @@ from vllm_eesd.bench.latency import (
     write_json,
 )
 from vllm_eesd.bench.measure import Runs, measure, rows
-from vllm_eesd.bench.prompts import Prompt, in_clone, read_prompts
+from vllm_eesd.bench.prompts import Prompt, read_prompts
 from vllm_eesd.bench.streaming import PROMPT, DraftStream
 from vllm_eesd.bench.vllm_engine import VllmEngine
+from vllm_eesd.embedded import PROMPTS, embedded_model, shipped
 
-MODEL, PROMPTS = Path("models/eesd-code-10m"), Path("models/prompts/held_out_code.jsonl")
 SNIPPETS, ROUNDS = 8, 3
 DTYPE = "float32"
 TEMPERATURE = 0.6
@@ -45,8 +45,8 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ValueError: a flag, the prompts or the model are not usable; one line.
     """
-    model, prompt_file = args.model or in_clone(MODEL, "model"), args.prompts or in_clone(PROMPTS, "prompts")
-    settings = EngineSettings(str(model), args.head, DTYPE, args.num_speculative_tokens, args.policy)
+    model, prompt_file = args.model or embedded_model(), args.prompts or shipped(PROMPTS, "prompts")
+    settings = EngineSettings(model, args.head, DTYPE, args.num_speculative_tokens, args.policy)
     snippets = read_prompts(prompt_file)[:SNIPPETS]
     check_sizes(len(snippets), [1], max_tokens=args.max_tokens)
     console = open_console(args.no_color)

@@ -90,7 +90,7 @@ def measured(parser: argparse.ArgumentParser, rounds: int) -> None:
     target(parser)
     prompts = parser.add_mutually_exclusive_group(required=True)
     prompts.add_argument("--prompts", metavar="FILE", help="JSONL with a `prompt` a line")
-    prompts.add_argument("--workload", metavar="NAME", help="in a clone: one of models/prompts")
+    prompts.add_argument("--workload", metavar="NAME", help="one of models/prompts")
     parser.add_argument("--max-tokens", type=positive, default=128, metavar="T", help="per prompt")
     dtype(parser)
     parser.add_argument("--rounds", type=positive, default=rounds, metavar="R", help="passes over all methods")

@@ -8,6 +8,8 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from vllm_eesd.embedded import shipped
+
 #: Prompt files of models/prompts, made by models/make (make_prompts.py, make_edits.py, make_workloads.py).
 WORKLOADS = ("held_out_code", "repetitive_code", "random_tokens", "multi_turn", "long_context", "edits", "mixed")
 ALLOWED = 'a JSON object with a non-empty string "prompt"'
@@ -44,32 +46,20 @@ def chosen_file(args: argparse.Namespace) -> str:
     """Return the file that `--prompts` or `--workload` names.
 
     Raises:
-        ValueError: no such workload, or this is no clone.
+        ValueError: no such workload, or it is not here.
     """
     return args.prompts if args.workload is None else workload_file(args.workload)
 
 
 def workload_file(name: str) -> str:
-    """Return the path of a workload's prompts in a clone of the project, as seen from the current directory.
+    """Return the path of a workload's prompts, as seen from the current directory.
 
     Raises:
-        ValueError: no such workload, or this is no clone.
+        ValueError: no such workload, or it is not here.
     """
     if name not in WORKLOADS:
         raise ValueError(f"workload={name!r} is not known; allowed: {', '.join(WORKLOADS)}")
-    return os.path.relpath(in_clone(Path("models/prompts") / f"{name}.jsonl", "prompts"))
-
-
-def in_clone(path: Path, field: str) -> Path:
-    """Return a path of the project's source tree, seen from here or from this file.
-
-    Raises:
-        ValueError: there is none, as where only the wheel is installed.
-    """
-    for root in (Path.cwd(), Path(__file__).resolve().parents[2]):
-        if (root / path).exists():
-            return root / path
-    raise ValueError(f"{field}: {path} is not here; run in a clone of the project or name one with --{field}")
+    return os.path.relpath(shipped(f"prompts/{name}.jsonl", "prompts"))
 
 
 def _prompt(line: str, place: str) -> Prompt:

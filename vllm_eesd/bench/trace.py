@@ -14,6 +14,7 @@ from vllm_eesd.bench.engines import EngineSettings, encode_prompts, load_target,
 from vllm_eesd.bench.hardware import hardware
 from vllm_eesd.bench.latency import open_console, reporting
 from vllm_eesd.bench.prompts import Prompt
+from vllm_eesd.embedded import find_shipped
 from vllm_eesd.files import write_whole
 from vllm_eesd.traces.dense import DenseTrace, as_served
 from vllm_eesd.traces.page import Generation, render
@@ -84,9 +85,8 @@ def _recorded(args: argparse.Namespace, progress: Callable[[str], None]) -> Gene
 
 
 def _here(model: str) -> str:
-    """Return where a target's tokenizer is: a trace tells the target's name, in a clone a directory of models/."""
-    in_clone = Path("models") / model
-    return str(in_clone) if in_clone.is_dir() else model
+    """Return where a target's tokenizer is: a trace tells the target's name, which may be the embedded one's."""
+    return str(find_shipped(model) or model)
 
 
 def _nth(requests: list[T], args: argparse.Namespace) -> T:
