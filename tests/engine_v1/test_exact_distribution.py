@@ -309,11 +309,14 @@ def skip_the_residual(monkeypatch, drafter):
 def accept_by_q(monkeypatch, drafter):
     """Acceptance takes the draft model's probabilities for the target's."""
     rejection, judge = verification.rejection, rejection_reference._judge_tokens
+    judge_blocks = rejection_reference._judge_blocks
 
     def with_q_at_hand(logits, input_token_ids, cu_num_logits, num_speculative_tokens, **options):
         rows, _, drafts = rejection_reference._layout(input_token_ids, cu_num_logits, num_speculative_tokens)
         q_of_drafts = drafter.q[input_token_ids[rows[:, :-1]], drafts[:, :-1]]
         monkeypatch.setattr(rejection_reference, "_judge_tokens", lambda p, *rest: judge(q_of_drafts, *rest))
+        blocks = lambda p, q, p_draft, *rest: judge_blocks(p, q, q_of_drafts, *rest)  # noqa: E731
+        monkeypatch.setattr(rejection_reference, "_judge_blocks", blocks)
         return rejection(logits, input_token_ids, cu_num_logits, num_speculative_tokens, **options)
 
     monkeypatch.setattr(verification, "rejection", with_q_at_hand)

@@ -10,12 +10,13 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE = "vllm_eesd"
 
 CORE = {"config", "files", "policy_args", "policy", "round", "traces", "exit_head", "verify", "kernels"}
-CORE |= {"request_options", "flags"}
+CORE |= {"request_options", "flags", "embedded"}
 # Part -> parts of this package that it may import, besides itself and the bare package (its version).
 ALLOWED_PARTS = {
     "__init__": {"config"},
     "config": set(),
     "files": set(),
+    "embedded": set(),
     "flags": {"config"},
     "kernels": set(),
     "policy_args": {"config"},

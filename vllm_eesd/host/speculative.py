@@ -95,6 +95,7 @@ class EESDSpeculativeConfig(SpeculativeConfig):
             # Set afterwards: building it as a draft model would load a second model's config.
             config.method, config.model = "draft_model", target.model
             config.draft_sample_method = "probabilistic" if eesd.draws_drafts else "greedy"
+            config.rejection_sample_method = "block" if eesd.draws_drafts else "standard"
             config.num_speculative_tokens_per_batch_size = eesd.num_speculative_tokens_per_batch_size
             return config
         # vLLM drafts for no row once one comes within K of the drafter's max_model_len; EESD limits each row.

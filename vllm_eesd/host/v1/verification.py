@@ -166,6 +166,8 @@ def _rejection(
         temperature=sampling.temperature,
         draft_logits=draft_logits,
         uniforms=uniforms,
+        # Of certain drafts it accepts no more than token by token, and of a single one neither.
+        block_verification=draft_logits is not None and metadata.max_spec_len > 1,
     )
     return verified.sampled.int()
 
