@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import sys
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib import metadata
@@ -31,6 +32,8 @@ SUPPORTED_NOTE = f"this vllm-eesd is written for vLLM {', '.join(SUPPORTED_VLLM)
 # The builds of these that pip finds are for a CUDA torch. transformers imports them by itself wherever they are
 # installed: one that does not import takes vLLM down with it.
 TORCH_COMPANIONS = ("torchvision", "torchaudio")
+#: What vLLM's CPU worker warns about where it is missing.
+PRELOADED = ("libtcmalloc", "libiomp")
 PLUGIN_GROUP, PLUGIN_NAME = "vllm.general_plugins", "eesd"
 
 
@@ -49,7 +52,13 @@ def run(args) -> int:
     environment, environment_check = probe_environment()
     seams, seams_check = probe_seams(environment)
     found = [*check_vllm(), check_torch(), *map(check_companion, TORCH_COMPANIONS), environment_check]
-    found += [check_runner(environment), check_plugin(), seams_check, *(check_target(args.model) if args.model else ())]
+    found += [
+        check_runner(environment),
+        check_preloaded(environment),
+        check_plugin(),
+        seams_check,
+        *(check_target(args.model) if args.model else ()),
+    ]
     checks = [check for check in found if check]
     able = all(check.status != FAILED for check in checks)
     print_report(checks, seams, able)
@@ -130,6 +139,20 @@ def check_runner(environment) -> Check | None:
         default = f"{environment.graph_mode} by default; " if environment.graph_mode else ""
         graphs = f"CUDA graphs: {default}the engine's log names those of verification and of draft steps"
     return Check("model runner", OK, f"{found}; {graphs}")
+
+
+def check_preloaded(environment) -> Check | None:
+    """The libraries that vLLM wants preloaded on a CPU, and what they were worth; None elsewhere."""
+    if environment is None or environment.platform != "cpu":
+        return None
+    missing = [name for name in PRELOADED if name not in os.environ.get("LD_PRELOAD", "")]
+    if not missing:
+        return Check("preloaded", OK, " and ".join(PRELOADED))
+    beside = Path(sys.prefix) / "lib" / "libiomp5.so"
+    iomp = beside if beside.exists() else "libiomp5.so (pip install intel-openmp)"
+    gained = "on two cores both made plain vLLM and EESD 5 to 12% faster"
+    advice = f"{gained}: LD_PRELOAD=libtcmalloc_minimal.so.4:{iomp}"
+    return Check("preloaded", NOTE, f"without {' and '.join(missing)}", advice)
 
 
 def check_plugin() -> Check:
