@@ -46,7 +46,7 @@ WORKLOADS["held_out_code_up_to_loops"] = (
 HIDDEN_COLUMNS = ("hardware", "versions", "git_sha", "ms_min", "ms_max", "bytes", "copy_gb_per_s")
 #: Policies measured live, and on which target.
 LIVE = {
-    "live_policies.json": "the embedded model",
+    "live_policies.json": "an earlier embedded model, of 24 layers",
     "live_policies-random_135m.json": "134 million random weights, the exit head untrained "
     "(`models/make/make_random_target.py`)",
 }

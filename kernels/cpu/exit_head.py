@@ -1,4 +1,4 @@
-"""Norm, LM head and the choice of a token in plain torch: the reference of `gpu/exit_head.py`, and V1's draws."""
+"""Norm, LM head and the choice of a token in plain torch: the reference of `gpu/exit_head.py`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional as F
 
-from .row_reductions import row_argmax, row_choice
+from .row_reductions import row_argmax
 
 
 class DraftTokens(NamedTuple):
@@ -53,17 +53,3 @@ def choose_tokens(logits: torch.Tensor, *, d2t: torch.Tensor | None = None) -> D
     columns = row_argmax(logits)
     # On a CPU softmax and its maximum take half of logsumexp's time.
     return DraftTokens(columns if d2t is None else d2t[columns], logits.float().softmax(dim=-1).amax(dim=-1))
-
-
-def draw_tokens(logits: torch.Tensor, temperature: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-    """Return one token per row drawn from softmax(logits / temperature), [num_tokens] int64; on a CPU only.
-
-    Args:
-        logits: [num_tokens, vocab_size], any float dtype.
-        temperature: [num_tokens] float32; 0 takes the most probable token.
-        uniforms: [num_tokens], in [0, 1): the choice inverts the running sum of the probabilities.
-    """
-    greedy = temperature == 0
-    best = row_argmax(logits)
-    weights = (logits.float() / torch.where(greedy, 1.0, temperature)[:, None]).softmax(dim=-1)
-    return torch.where(greedy, best, row_choice(weights, uniforms, best))

@@ -13,11 +13,15 @@ import argparse
 import ast
 import json
 import re
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
-from make_prompts import FUNCTIONS, make_prompts
-from make_workloads import PROMPTS, frequent_name, renamed
 from transformers import AutoTokenizer
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from make_prompts import FUNCTIONS, make_prompts  # noqa: E402
+from make_workloads import PROMPTS, frequent_name, renamed  # noqa: E402
 
 PARAMETER = "verbose"
 

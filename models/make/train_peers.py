@@ -168,7 +168,7 @@ def train(args: argparse.Namespace) -> None:
     target = load_target(MODEL, EXIT_LAYER, "cpu")
     args.work.mkdir(parents=True, exist_ok=True)
     text = [np.memmap(args.data, dtype=np.uint16, mode="r")]
-    own = OwnText(args.work, target, args.self_generate, SEQ_LEN, 1.0, args.seed)
+    own = OwnText(args.work, target, args.self_generate, SEQ_LEN, [1.0], args.seed)
     through_vllm = sampled_through_vllm(args.generator, MODEL, text, own)
     target.to(device)
     if not through_vllm:

@@ -9,11 +9,11 @@ import exact_distribution as exact
 import numpy as np
 import pytest
 import torch
-from vllm_eesd.kernels.cpu import rejection as rejection_reference
 
 from vllm_eesd.config import EESDConfig
 from vllm_eesd.host import circuit_breaker
 from vllm_eesd.host.v1 import verification
+from vllm_eesd.host.v1.block_verification import choose
 from vllm_eesd.host.v1.draft_sampling import DraftSampling
 from vllm_eesd.policy import CostModel
 
@@ -250,7 +250,17 @@ def test_ngram_drafts(llm, distributions, every_ngram_taken, names):
 
 @pytest.mark.parametrize("llm", ["auto"], indirect=True)
 def test_an_ngram_draft_taken_for_a_drawn_one_is_caught(llm, distributions, every_ngram_taken, monkeypatch, verified):
-    monkeypatch.setattr(DraftSampling, "keep_certain", lambda *args: None)
+    proposals = DraftSampling.proposals
+
+    def all_drawn(self, request_ids, num_drafts, vocab_size):
+        found = proposals(self, request_ids, num_drafts, vocab_size)
+        q = list(found.q)
+        for request in np.flatnonzero(found.first_q < 0):
+            found.first_q[request] = len(q)
+            q += [np.full(vocab_size, 1 / vocab_size, dtype=np.float32)] * num_drafts[request]
+        return found._replace(q=np.array(q))
+
+    monkeypatch.setattr(DraftSampling, "proposals", all_drawn)
     verdict, _ = verdict_on(llm, distributions, ["T=1"], NUM_SAMPLES_PLANTED, policy="goodput")
     assert verdict.p_value < SIGNIFICANCE, verdict
 
@@ -297,29 +307,29 @@ def drop_unlikely_drafts(monkeypatch, drafter):
 
 def skip_the_residual(monkeypatch, drafter):
     """What takes a rejected token's place is drawn from p instead of from what p has over q."""
-    choose_final = rejection_reference._choose_final
+    verify_blocks = verification.verify_blocks
 
-    def from_p(target_logits, p, q, layout, *rest):
-        nothing_refused = layout._replace(drafts=torch.full_like(layout.drafts, -1))
-        return choose_final(target_logits, p, q, nothing_refused, *rest)
+    def from_p(p, q, first_q, input_token_ids, cu_num_logits, greedy, best, uniforms, sampled):
+        verify_blocks(p, q, first_q, input_token_ids, cu_num_logits, greedy, best, uniforms, sampled)
+        for request, first in enumerate(cu_num_logits[:-1]):
+            accepted = int((sampled[request] >= 0).sum()) - 1
+            sampled[request, accepted] = choose(p[first + accepted], uniforms[first + accepted, 1], 0)
 
-    monkeypatch.setattr(rejection_reference, "_choose_final", from_p)
+    monkeypatch.setattr(verification, "verify_blocks", from_p)
 
 
 def accept_by_q(monkeypatch, drafter):
     """Acceptance takes the draft model's probabilities for the target's."""
-    rejection, judge = verification.rejection, rejection_reference._judge_tokens
-    judge_blocks = rejection_reference._judge_blocks
+    verify_blocks = verification.verify_blocks
 
-    def with_q_at_hand(logits, input_token_ids, cu_num_logits, num_speculative_tokens, **options):
-        rows, _, drafts = rejection_reference._layout(input_token_ids, cu_num_logits, num_speculative_tokens)
-        q_of_drafts = drafter.q[input_token_ids[rows[:, :-1]], drafts[:, :-1]]
-        monkeypatch.setattr(rejection_reference, "_judge_tokens", lambda p, *rest: judge(q_of_drafts, *rest))
-        blocks = lambda p, q, p_draft, *rest: judge_blocks(p, q, q_of_drafts, *rest)  # noqa: E731
-        monkeypatch.setattr(rejection_reference, "_judge_blocks", blocks)
-        return rejection(logits, input_token_ids, cu_num_logits, num_speculative_tokens, **options)
+    def with_q(p, q, first_q, input_token_ids, cu_num_logits, greedy, best, uniforms, sampled):
+        p_of_drafts = p.copy()
+        for first, end in itertools.pairwise(cu_num_logits.tolist()):
+            for row in range(first, end - 1):
+                p_of_drafts[row] = drafter.q[input_token_ids[row]]
+        verify_blocks(p_of_drafts, q, first_q, input_token_ids, cu_num_logits, greedy, best, uniforms, sampled)
 
-    monkeypatch.setattr(verification, "rejection", with_q_at_hand)
+    monkeypatch.setattr(verification, "verify_blocks", with_q)
 
 
 def assert_caught(llm, distributions, monkeypatch, verified, plant):

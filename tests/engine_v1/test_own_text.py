@@ -37,7 +37,7 @@ def test_a_head_is_distilled_on_what_vllm_sampled(random_target, tmp_path, monke
     described = json.loads((tmp_path / "work" / "generated.json").read_text())
     assert described["generator"] == "vllm"
     target = load_target(random_target, 2, "cpu")
-    windows = np.array(OwnText(tmp_path / "work", target, 8, SEQ_LEN, 1.0, seed=0).windows())
+    windows = np.array(OwnText(tmp_path / "work", target, 8, SEQ_LEN, [1.0], seed=0).windows())
     assert windows.shape == (8, SEQ_LEN) and windows.max() < VOCAB
     logits = target.model(torch.from_numpy(windows.astype(np.int64))).logits[:, :-1]
     lost = (

@@ -1,9 +1,13 @@
 """The cost model: medians, interpolation, and sensible answers before anything is measured."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
 from vllm_eesd.policy.costs import WINDOW, CostModel
+from vllm_eesd.round.counters import DraftStats
+from vllm_eesd.round.outcome import Learner, StepTimes
 
 
 def fed(costs, num_reqs=1, plain=4.0, growth=0.5, drafts=(0, 1, 2, 4, 8), times=5):
@@ -175,3 +179,11 @@ def test_a_staircase_seen_clearly_stays():
     sizes = range(10, 60, 10)  # each in a cell of its own
     curve = observed(staircase, 0.01, sizes=sizes)
     assert curve == pytest.approx([staircase(size) for size in sizes], rel=0.03)
+
+
+def test_a_plain_step_right_after_a_drafted_one_is_not_taken_for_a_usual_one():
+    costs = CostModel()
+    learner = Learner(SimpleNamespace(costs=costs), DraftStats(4))
+    for num_tokens, ms in [(2, 1.0)] * 4 + [(4, 3.0), (2, 1.5)] * 8 + [(2, 1.0)]:
+        learner.learn_times(StepTimes(2, num_tokens, 2, ms))
+    assert costs.verify_curve(2, 2).tolist() == [1.0, pytest.approx(2.0), 3.0]

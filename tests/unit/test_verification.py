@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllm_eesd.kernels.cpu.rejection import rejection
 
+from vllm_eesd.host.v1.block_verification import choose, verify_blocks
 from vllm_eesd.host.v1.draft_sampling import DraftSampling
 from vllm_eesd.host.v1.verification import keep_while_equal, only_temperature
 
@@ -46,6 +47,56 @@ def test_greedy_tokens_are_the_references(drafts, seed):
     ours = keep_while_equal(logits.argmax(-1).tolist(), metadata)
     assert ours.dtype == np.int32
     assert np.array_equal(ours, expected.sampled.numpy())
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    drafts=st.lists(st.lists(st.integers(-1, VOCAB_SIZE - 1), max_size=4), min_size=1, max_size=6).filter(any),
+    seed=st.integers(0, 9999),
+)
+def test_sampled_tokens_are_the_references(drafts, seed):
+    """Greedy requests, drawn and certain drafts, placeholders: token for token."""
+    metadata, noise = metadata_of(drafts), torch.Generator().manual_seed(seed)
+    cu_num_logits = torch.nn.functional.pad(metadata.cu_num_sampled_tokens, (1, 0))
+    num_reqs, num_logits = len(drafts), int(cu_num_logits[-1])
+    logits = torch.randn(num_logits, VOCAB_SIZE, generator=noise)
+    ids = torch.full((num_logits,), 7)
+    ids[metadata.target_logits_indices + 1] = metadata.draft_token_ids.long()
+    temperature = torch.tensor([0.0, 0.7, 1.5])[torch.randint(3, (num_reqs,), generator=noise)]
+    certain = torch.rand(num_reqs, generator=noise) < 0.3
+    draft_logits = torch.randn(num_reqs, metadata.max_spec_len, VOCAB_SIZE, generator=noise)
+    first_q, q = np.full(num_reqs, -1), []
+    for request, draft in enumerate(drafts):
+        if certain[request] or not temperature[request]:
+            draft_logits[request] = -torch.inf
+            draft_logits[request, range(len(draft)), np.maximum(draft, 0)] = 0.0
+        elif draft:
+            first_q[request] = len(q)
+            q.extend((draft_logits[request, : len(draft)] / temperature[request]).softmax(-1).numpy())
+    uniforms = torch.rand(num_logits, 2, generator=noise, dtype=torch.float64)
+    options = {"temperature": temperature, "draft_logits": draft_logits, "uniforms": uniforms}
+    expected = rejection(logits, ids, cu_num_logits, metadata.max_spec_len, block_verification=True, **options)
+    sampled = np.empty((num_reqs, metadata.max_spec_len + 1), dtype=np.int32)
+    scale = torch.where(temperature > 0, temperature, 1.0).repeat_interleave(cu_num_logits.diff())
+    p, q = (logits / scale[:, None]).softmax(-1).numpy(), np.array(q, dtype=np.float32).reshape(-1, VOCAB_SIZE)
+    judged = cu_num_logits.long().numpy(), (temperature == 0).numpy(), logits.argmax(-1).numpy(), uniforms.numpy()
+    verify_blocks(p, q, first_q, ids.numpy(), *judged, sampled)
+    assert np.array_equal(sampled, expected.sampled.numpy())
+
+
+@pytest.mark.parametrize("vocab_size", [1, 255, 256, 1000])
+def test_a_choice_inverts_the_running_sum(vocab_size):
+    noise = np.random.default_rng(vocab_size)
+    weights = noise.random(vocab_size).astype(np.float32)
+    weights[noise.random(vocab_size) < 0.3] = 0.0
+    weights[vocab_size // 2] = 1.0
+    running = weights.astype(np.float64).cumsum()
+    for uniform in (0.0, 1 - 2.0**-53, *noise.random(200)):
+        chosen = choose(weights, uniform, -1)
+        assert weights[chosen] > 0
+        # Rounding may put a number beside a border on either side of it.
+        assert running[chosen] - weights[chosen] - 1e-9 <= uniform * running[-1] <= running[chosen] + 1e-9
+    assert choose(np.zeros(vocab_size, dtype=np.float32), 0.5, 7) == 7
 
 
 def plain_batch(**changes):
@@ -123,10 +174,13 @@ def test_drafts_are_drawn_from_what_verification_is_told():
         drafted = sampling.draw(np.arange(4), logits, np.full(4, 2))
         counts[torch.arange(4), torch.from_numpy(drafted)] += 1
     assert counts[[0, 3], 2].tolist() == [num_rounds] * 2
-    told = sampling.logits_of(list("0123"), [1, 1, 1, 1], 3)
-    assert torch.equal(told[3, 0].softmax(-1), torch.tensor([0.0, 0.0, 1.0]))
+    told = sampling.proposals(list("0123"), [1, 1, 1, 1], 3)
+    assert told.first_q.tolist() == [-1, 0, 1, -1]
+    dense = told.dense([1, 1, 1, 1], [2, 0, 0, 1])
+    assert dense[0].tolist() == [[0, 0, 1]] and dense[3].tolist() == [[0, 1, 0]]
     for row in (1, 2):
-        q = (told[row, 0] / temperatures[row]).softmax(-1)
+        q = torch.from_numpy(told.q[row - 1])
+        assert torch.equal(dense[row, 0], q) and torch.allclose(q, (logits[row] / temperatures[row]).softmax(-1))
         # Five standard deviations of a token's share.
         assert ((counts[row] / num_rounds - q).abs() < 5 * (q * (1 - q) / num_rounds).sqrt()).all()
 
@@ -140,12 +194,13 @@ def test_distributions_wait_for_requests_that_the_scheduler_passed_over():
     passed_over = runner_of([1.0])
     passed_over.requests["1"] = passed_over.requests["0"]
     sampling.begin_round(passed_over, set())  # "0" has been verified, "1" was not in the batch
-    assert sampling.logits_of(["0"], [2], 5) is None
-    told = sampling.logits_of(["0", "1"], [0, 2], 5)
-    assert torch.equal(told[1], torch.stack([steps[0][1], steps[1][0]]))
-    assert torch.equal(sampling.logits_of(["1"], [1], 5)[0, 0], steps[0][1])  # the scheduler cut one
+    assert not len(sampling.proposals(["0"], [2], 5).q)
+    told, drawn_from = sampling.proposals(["0", "1"], [0, 2], 5), torch.stack([steps[0][1], steps[1][0]]).softmax(-1)
+    assert told.first_q.tolist() == [-1, 0] and np.array_equal(told.q, drawn_from.numpy())
+    assert np.array_equal(told.dense([0, 2], [3, 4])[1], drawn_from) and not told.dense([0, 2], [3, 4])[0].any()
+    assert np.array_equal(sampling.proposals(["1"], [1], 5).q, drawn_from[:1].numpy())  # the scheduler cut one
     sampling.begin_round(passed_over, {"1"})
-    assert sampling.logits_of(["1"], [2], 5) is None
+    assert not len(sampling.proposals(["1"], [2], 5).q)
 
 
 def test_distributions_of_requests_whose_end_no_round_heard_of_are_forgotten():
@@ -153,7 +208,7 @@ def test_distributions_of_requests_whose_end_no_round_heard_of_are_forgotten():
     sampling.begin_round(runner_of([1.0, 1.0]), set())
     sampling.draw(np.array([1]), torch.randn(1, 5), np.zeros(1, dtype=np.int64))
     sampling.begin_round(runner_of([1.0]), set())  # "1" is nowhere any more
-    assert sampling.logits_of(["1"], [1], 5) is None
+    assert not len(sampling.proposals(["1"], [1], 5).q)
 
 
 def test_a_seeded_request_draws_from_its_own_generator():

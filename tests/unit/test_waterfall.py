@@ -134,7 +134,7 @@ def test_what_drafting_and_verifying_take_beside_what_they_must(waterfall):
 
 
 def test_a_draft_step_runs_through_the_first_layers_and_the_exit_layer(waterfall):
-    assert waterfall.layers_share() == 3 / 24
+    assert waterfall.layers_share() == 3 / 12
 
 
 def test_wrong_output_is_not_timed(waterfall):

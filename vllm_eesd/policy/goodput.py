@@ -35,9 +35,9 @@ OPTION_VALUE = 0.2
 #: After so many rounds without drafts, deciding whether to draft may take `probe_budget` of the time: the decision is
 #: skipped for some rounds.
 QUIET_ROUNDS = 8
-#: One round in so many is a plain one, and every other while too few were timed: the unit of all comparisons. A window
-#: of plain times is as old as so many windows of the others.
-PLAIN_EVERY = WINDOW * WINDOW
+#: Once in so many rounds some are plain, and half of them while too few were timed: the unit of all comparisons. Two in
+#: a row, because only the second is a plain step as usual. A window of plain times is as old as so many of the others.
+PLAIN_EVERY, PLAIN_ROUNDS = WINDOW * WINDOW, 2
 
 
 class Goodput(DraftLengthPolicy):
@@ -107,7 +107,8 @@ class Goodput(DraftLengthPolicy):
         self._longest = int(limits.max(initial=0))
         self._times = self._times_of(num_rows)
         self._rate = num_rows / self._times.verify[0] * max(self.speedup, 1.0)
-        self._wants_plain = self._rounds % (2 if self.costs.lacks_plain(num_rows) else PLAIN_EVERY) == 0
+        every = 2 * PLAIN_ROUNDS if self.costs.lacks_plain(num_rows) else PLAIN_EVERY
+        self._wants_plain = self._rounds % every >= every - PLAIN_ROUNDS
         if self._longest and not self._wants_plain:
             self._draw(slots)
 

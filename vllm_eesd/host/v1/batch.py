@@ -95,11 +95,6 @@ class V1Step:
         """The longest text, in tokens."""
         return self.runner.max_model_len
 
-    @property
-    def vocab_size(self) -> int:
-        """Of the target."""
-        return self.runner.model_config.get_vocab_size()
-
 
 class BatchRequests(RunningRequests):
     """Running requests by id; see `RunningRequests` for the arguments."""

@@ -3,15 +3,44 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 
-from vllm_eesd.kernels.cpu.exit_head import draw_tokens
+from vllm_eesd.host.v1.block_verification import choose_each
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+
+class Proposals(NamedTuple):
+    """What the drafts of a step were drawn from."""
+
+    q: np.ndarray  # [num_drawn, vocab_size] float32, at each request's temperature
+    first_q: np.ndarray  # [num_reqs] int64, where a request's begin in q; -1: its drafts are certain
+
+    @staticmethod
+    def none(num_reqs: int, vocab_size: int) -> Proposals:
+        """Return that nothing was drawn."""
+        return Proposals(np.zeros((0, vocab_size), dtype=np.float32), np.full(num_reqs, -1))
+
+    def dense(self, num_drafts: Sequence[int], token_ids: Iterable[int]) -> torch.Tensor:
+        """Return every distribution, certain ones too, [num_reqs, longest draft, vocab_size] float32.
+
+        Args:
+            num_drafts: of each request.
+            token_ids: the drafts of all, one request's after the other's; -1 is a placeholder.
+        """
+        gathered = np.zeros((len(num_drafts), max(num_drafts), self.q.shape[1]), dtype=np.float32)
+        tokens = iter(token_ids)
+        for request, (num, first) in enumerate(zip(num_drafts, self.first_q.tolist(), strict=True)):
+            drafts = [next(tokens) for _ in range(num)]
+            if first >= 0:
+                gathered[request, :num] = self.q[first : first + num]
+            else:
+                gathered[request, np.arange(num), np.array(drafts, dtype=np.int64).clip(0)] = 1.0
+        return torch.from_numpy(gathered)
 
 
 class DraftSampling:
@@ -21,15 +50,15 @@ class DraftSampling:
     draft because of its token, which only a draft that was not drawn allows. Other sampling parameters do not shape
     the draft distribution; they are the target's, and verification keeps its distribution whatever was drafted from.
 
-    Kept distributions are logits, vocab_size of them per draft token: 64 requests with 8 drafts over 128256 tokens
-    take 260 MB in float32.
+    A kept distribution is vocab_size numbers per draft token: 64 requests with 8 drafts over 128256 tokens take 260 MB.
+    What has none was certain: n-gram drafts, and those of greedy requests.
     """
 
     def __init__(self) -> None:
-        self._logits: dict[str, list[torch.Tensor]] = {}
+        self._drawn_from: dict[str, list[np.ndarray]] = {}
         self._request_ids: list[str] = []
-        self._temperature = np.zeros(0, dtype=np.float32)
-        self._certain = np.zeros(0, dtype=bool)
+        self._scale = np.zeros(0, dtype=np.float32)
+        self._draws = np.zeros(0, dtype=bool)
         self._generators: dict[int, torch.Generator] = {}
 
     def begin_round(self, runner: GPUModelRunner, finished: set[str]) -> None:
@@ -40,66 +69,55 @@ class DraftSampling:
         batch = runner.input_batch
         self._request_ids = list(batch.req_ids)
         # What ended in a step without tokens, the last one before an idle server, was told to no round.
-        ended = [request_id for request_id in self._logits if request_id not in runner.requests]
+        ended = [request_id for request_id in self._drawn_from if request_id not in runner.requests]
         self.forget((*finished, *ended, *self._request_ids))
-        self._temperature = batch.temperature_cpu[: len(self._request_ids)].copy()
+        temperature = batch.temperature_cpu[: len(self._request_ids)]
+        self._draws = temperature > 0
+        self._scale = np.where(self._draws, temperature, np.float32(1.0))
         self._generators = batch.generators
-        if self._temperature.any():
+        if self._draws.any():
             params = (runner.requests[request_id].sampling_params for request_id in self._request_ids)
-            self._certain = np.array([p.structured_outputs is not None for p in params], dtype=bool)
+            self._draws &= np.array([p.structured_outputs is None for p in params], dtype=bool)
 
     def forget(self, request_ids: Iterable[str]) -> None:
         """Drop what drafts of these requests were drawn from: none of them will be verified any more."""
         for request_id in request_ids:
-            self._logits.pop(request_id, None)
+            self._drawn_from.pop(request_id, None)
 
     def draw(self, rows: np.ndarray, logits: torch.Tensor, best: np.ndarray) -> np.ndarray:
-        """Return each row's draft token, [num_rows] int64, and keep the logits of those that sample.
+        """Return each row's draft token, [num_rows] int64, and keep what it was drawn from, if it was.
 
         Args:
             rows: [num_rows] int64, of the batch.
             logits: [num_rows, vocab_size], before temperature.
             best: [num_rows] int64, the most probable token.
         """
-        sampled = self._temperature[rows] > 0
-        if not sampled.any():
+        draws = self._draws[rows]
+        if not draws.any():
             return best
-        certain = np.flatnonzero(self._certain[rows])
-        if len(certain):
-            logits = logits.clone()
-            logits[certain] = -torch.inf
-            logits[certain, best[certain]] = 0.0
+        q = (logits.float() / torch.from_numpy(self._scale[rows])[:, None]).softmax(dim=-1).numpy()
         uniforms = torch.rand(len(rows), dtype=torch.float64)
         for index, row in enumerate(rows.tolist()):
             if (generator := self._generators.get(row)) is not None:
                 uniforms[index : index + 1].uniform_(generator=generator)
-            if sampled[index]:
-                self._logits.setdefault(self._request_ids[row], []).append(logits[index])
-        return draw_tokens(logits, torch.from_numpy(self._temperature[rows]), uniforms).numpy()
+            if draws[index]:
+                self._drawn_from.setdefault(self._request_ids[row], []).append(q[index])
+        tokens = best.copy()
+        choose_each(q, uniforms.numpy(), tokens, draws)
+        return tokens
 
-    def keep_certain(self, row: int, token_ids: Sequence[int], vocab_size: int) -> None:
-        """Keep that these tokens are a row's draft for certain: they were copied, not drawn."""
-        if self._temperature[row] > 0 and len(token_ids):
-            logits = torch.full((len(token_ids), vocab_size), -torch.inf)
-            logits[torch.arange(len(token_ids)), torch.tensor(token_ids)] = 0.0
-            self._logits[self._request_ids[row]] = list(logits)
-
-    def logits_of(self, request_ids: Sequence[str], num_drafts: Sequence[int], vocab_size: int) -> torch.Tensor | None:
-        """Return what these requests' drafts were drawn from; None if none was drawn.
+    def proposals(self, request_ids: Sequence[str], num_drafts: Sequence[int], vocab_size: int) -> Proposals:
+        """Return what these requests' drafts were drawn from.
 
         Args:
             request_ids: of the batch.
             num_drafts: how many drafts of each are verified: the first ones of those drawn, the scheduler may cut.
             vocab_size: of the logits.
-        Returns:
-            [num_reqs, longest, vocab_size], before temperature; 0 where nothing was drawn.
         """
-        kept = [self._logits.get(request_id, [])[:num] for request_id, num in zip(request_ids, num_drafts, strict=True)]
-        drawn = next((logits[0] for logits in kept if logits), None)
-        if drawn is None:
-            return None
-        gathered = drawn.new_zeros(len(kept), max(num_drafts), vocab_size)
-        for request, logits in enumerate(kept):
-            if logits:
-                torch.stack(logits, out=gathered[request, : len(logits)])
-        return gathered
+        found = Proposals.none(len(request_ids), vocab_size)
+        kept: list[np.ndarray] = []
+        for request, (request_id, num) in enumerate(zip(request_ids, num_drafts, strict=True)):
+            if drawn_from := self._drawn_from.get(request_id, [])[:num]:
+                found.first_q[request] = len(kept)
+                kept += drawn_from
+        return found._replace(q=np.stack(kept)) if kept else found

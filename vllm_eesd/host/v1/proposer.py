@@ -17,6 +17,7 @@ from vllm_eesd.host.model.exit_head import load_head
 from vllm_eesd.host.round_setup import agree_on_times, build_policy_of, open_trace
 from vllm_eesd.host.speculative import EESDSpeculativeConfig
 from vllm_eesd.host.v1.batch import BatchRequests, V1Step
+from vllm_eesd.host.v1.block_verification import compile_now
 from vllm_eesd.host.v1.cost_profile import profile_costs
 from vllm_eesd.host.v1.draft_rows import DraftRows
 from vllm_eesd.host.v1.draft_sampling import DraftSampling
@@ -60,6 +61,7 @@ class EarlyExitProposer:
         self.round_trace = open_trace(config)
         self._rows: DraftRows | None = None
         self._ngrams = NgramDrafter(self.max_num_reqs, self.num_speculative_tokens)
+        compile_now()
         self.use_policy(build_policy_of(config, self.max_num_reqs))
 
     def use_policy(self, policy: DraftLengthPolicy) -> None:
@@ -250,9 +252,6 @@ class EarlyExitProposer:
 
         with self._rows.round(num_tokens - 1, input_hidden_states):
             drafts = draft_tokens(round_, self._rows, step.input_token_ids())
-        if self.sampling is not None:
-            for row in np.flatnonzero(round_.from_ngrams).tolist():
-                self.sampling.keep_certain(row, drafts[row], step.vocab_size)
         self.stats.count_not_finite(self._rows.num_not_finite)
         self._pending.keep(round_)
         return drafts

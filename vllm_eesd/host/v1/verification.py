@@ -15,8 +15,9 @@ from vllm_eesd.host.compat import (
     SamplerOutput,
     SpecDecodeMetadata,
 )
-from vllm_eesd.host.v1.draft_sampling import DraftSampling
-from vllm_eesd.kernels.cpu.rejection import rejection
+from vllm_eesd.host.v1.block_verification import verify_blocks
+from vllm_eesd.host.v1.draft_sampling import DraftSampling, Proposals
+from vllm_eesd.kernels.cpu.row_reductions import row_argmax
 
 if TYPE_CHECKING:
     from vllm.v1.sample.logits_processor import LogitsProcessor
@@ -31,6 +32,7 @@ PROCESSOR_STATE = {
 }
 
 _NONE = torch.zeros(1, dtype=torch.int32)
+_NO_ROWS = np.zeros(0, dtype=np.int64)
 
 
 def sample(
@@ -55,25 +57,26 @@ def sample(
         # Without drafts there is one row per request, as in a plain step: sample them as a plain step does.
         return host_sample(runner, logits, None)
     sampling, request_ids = runner.input_batch.sampling_metadata, runner.input_batch.req_ids
-    draft_logits = None
+    proposals = None
     if draft_sampling is not None:
-        draft_logits = draft_sampling.logits_of(request_ids, metadata.num_draft_tokens, logits.shape[-1])
+        proposals = draft_sampling.proposals(request_ids, metadata.num_draft_tokens, logits.shape[-1])
     if not only_temperature(sampling):
-        if draft_logits is not None:
-            scale = sampling.temperature.where(sampling.temperature > 0, 1.0)[:, None, None]
-            runner._draft_probs = (draft_logits.float() / scale).softmax(dim=-1)
+        if proposals is not None and len(proposals.q):
+            runner._draft_probs = proposals.dense(metadata.num_draft_tokens, metadata.draft_token_ids.tolist())
             runner._draft_prob_req_ids = list(request_ids)
         return host_sample(runner, logits, metadata)
     if sampling.all_greedy:
         # The argmax a plain step takes, over all rows at once.
         best = runner.sampler.greedy_sample(logits.float()).tolist()
-        sampled = torch.from_numpy(keep_while_equal(best, metadata))
+        sampled = keep_while_equal(best, metadata)
     else:
         input_token_ids = runner.input_ids.gpu[metadata.logits_indices]
         # The runner has written 0 over placeholders: they were not drafted, so no distribution belongs to them.
         input_token_ids[metadata.target_logits_indices + 1] = metadata.draft_token_ids
-        sampled = _rejection(logits, input_token_ids, metadata, sampling, draft_logits)
-    return SamplerOutput(sampled_token_ids=sampled, logprobs_tensors=None)
+        if proposals is None:
+            proposals = Proposals.none(len(request_ids), logits.shape[-1])
+        sampled = _verify(logits, input_token_ids, metadata, sampling, proposals)
+    return SamplerOutput(sampled_token_ids=torch.from_numpy(sampled), logprobs_tensors=None)
 
 
 def nothing_to_verify(cu_num_scheduled_tokens: np.ndarray) -> SpecDecodeMetadata:
@@ -145,31 +148,31 @@ def keep_while_equal(best: list[int], metadata: SpecDecodeMetadata) -> np.ndarra
     return kept
 
 
-def _rejection(
+def _verify(
     logits: torch.Tensor,
     input_token_ids: torch.Tensor,
     metadata: SpecDecodeMetadata,
     sampling: SamplingMetadata,
-    draft_logits: torch.Tensor | None,
-) -> torch.Tensor:
-    """Return what `rejection` emits of greedy and sampled requests, as vLLM wants it."""
-    cu_num_logits = torch.nn.functional.pad(metadata.cu_num_sampled_tokens, (1, 0))
-    # float64, because float32 draws are exactly 0 once in 16 million times, and 0 rejects nothing that is possible.
+    proposals: Proposals,
+) -> np.ndarray:
+    """Return what greedy and sampled requests emit, [num_reqs, longest draft + 1] int32, see `verify_blocks`."""
+    cu_num_logits = np.zeros(len(proposals.first_q) + 1, dtype=np.int64)
+    cu_num_logits[1:] = metadata.cu_num_sampled_tokens
+    temperature = sampling.temperature.numpy()
+    greedy = temperature == 0
+    scale = torch.from_numpy(np.where(greedy, np.float32(1.0), temperature).repeat(np.diff(cu_num_logits)))
+    # float64, because float32 draws are exactly 0 once in 16 million times, and 0 refuses nothing that is possible.
     uniforms = torch.rand(len(logits), 2, dtype=torch.float64)
     for request, generator in sampling.generators.items():
         uniforms[cu_num_logits[request] : cu_num_logits[request + 1]].uniform_(generator=generator)
-    verified = rejection(
-        logits,
-        input_token_ids,
-        cu_num_logits,
-        metadata.max_spec_len,
-        temperature=sampling.temperature,
-        draft_logits=draft_logits,
-        uniforms=uniforms,
-        # Of certain drafts it accepts no more than token by token, and of a single one neither.
-        block_verification=draft_logits is not None and metadata.max_spec_len > 1,
-    )
-    return verified.sampled.int()
+    if len(proposals.q):  # a target's vocabulary may be padded further than its draft's
+        logits = logits[:, : proposals.q.shape[1]]
+    best = row_argmax(logits).numpy() if greedy.any() else _NO_ROWS
+    p = (logits.float() / scale[:, None]).softmax(dim=-1).numpy()
+    sampled = np.empty((len(greedy), metadata.max_spec_len + 1), dtype=np.int32)
+    ids = input_token_ids.numpy().astype(np.int64)
+    verify_blocks(p, *proposals, ids, cu_num_logits, greedy, best, uniforms.numpy(), sampled)
+    return sampled
 
 
 def reject_placeholders(
