@@ -189,10 +189,11 @@ def results(folder: Path = RESULTS, page: Path = DOCS / "results.md") -> None:
 
 def readme_figures(folder: Path = RESULTS) -> str:
     """Return the README's table and the lines around it."""
-    rows = load(folder / "latency-held_out_code.json")
+    sampled, greedy = (load(folder / f"latency-held_out_code_{name}.json") for name in ("sampled", "up_to_loops"))
+    rows = [row for row in sampled + greedy if row["batch"] in BATCHES]
     shares = next(row["acceptance_per_position"] for row in rows if row["method"] == "eesd")
-    sampled = load(folder / "latency-held_out_code_sampled.json", [])
-    return render("readme.md.j2", rows=sampled + rows, shares=shares)
+    whole = next(row for row in load(folder / "latency-held_out_code.json") if row["method"] == "plain")
+    return render("readme.md.j2", rows=rows, shares=shares, looping_share=whole["looping_share"])
 
 
 def reliability_text(folder: Path = RESULTS) -> str:
