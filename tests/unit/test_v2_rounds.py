@@ -10,7 +10,7 @@ import torch
 from vllm_eesd.config import EESDConfig
 from vllm_eesd.exit_head.checkpoint import ExitHeadConfig, Verifier
 from vllm_eesd.host import round_setup
-from vllm_eesd.host.v2 import readback, trace
+from vllm_eesd.host.v2 import lengths, readback, trace
 from vllm_eesd.host.v2.batch import TargetStep
 from vllm_eesd.host.v2.lengths import SHARE_TIMES_EVERY, Rounds
 from vllm_eesd.policy.guard import Guard
@@ -20,6 +20,15 @@ from vllm_eesd.traces.rounds import Judged
 
 K = 4
 ALWAYS = {"policy": "confidence", "policy_args": {"threshold": 0.5}}
+
+
+@pytest.fixture(autouse=True)
+def steady_clock(monkeypatch):
+    """A millisecond passes between two looks at the clock: no policy learns how busy the machine is."""
+    moments = itertools.count()
+    clock = SimpleNamespace(perf_counter=lambda: next(moments) / 1e3)
+    for module in (lengths, outcome, readback):
+        monkeypatch.setattr(module, "time", clock)
 
 
 def make_rounds(monkeypatch, world_size=1, **eesd):
@@ -391,9 +400,11 @@ def test_ngram_drafts_are_taken_by_how_far_the_text_matched_when_last_known(monk
     rounds = make_rounds(monkeypatch, policy="goodput")
     verify_curve = lambda self, num_reqs, most: 1 + 0.05 * np.arange(most + 1)  # noqa: E731
     monkeypatch.setattr(type(rounds.policy.costs), "verify_curve", verify_curve)
+    monkeypatch.setattr(outcome.Learner, "learn_times", lambda self, times: None)
+    monkeypatch.setattr(rounds.policy.guard, "may_draft", lambda: True)  # no draft is accepted here, which it bounds
     rounds.admit([0, 1], [new_request(max_tokens=80), new_request(max_tokens=80)])
     taken = []
-    for _ in range(3 * READBACK_DELAY + 4):
+    for _ in range(2 * READBACK_DELAY + 5):
         begin_with_ngrams(rounds, [0, 1], [[1, 0, 0], [1, 1, 16]], scheduled=[K, K])
         rounds.end(torch.full((2, K), 0.5))
         taken.append(rounds.from_ngrams.tolist())
