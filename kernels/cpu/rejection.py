@@ -1,4 +1,4 @@
-"""Verification of ragged drafts in plain torch: V1's, and the reference of `gpu/rejection.py`."""
+"""Verification of ragged drafts in plain torch: the reference of `gpu/rejection.py` and of V1's compiled code."""
 
 from __future__ import annotations
 

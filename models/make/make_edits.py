@@ -20,7 +20,7 @@ from pathlib import Path
 from transformers import AutoTokenizer
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from make_prompts import FUNCTIONS, make_prompts  # noqa: E402
+from make_prompts import FUNCTIONS, make_prompts, start_of  # noqa: E402
 from make_workloads import PROMPTS, frequent_name, renamed  # noqa: E402
 
 PARAMETER = "verbose"
@@ -30,7 +30,7 @@ def whole_functions(lines: list[str]) -> Iterator[tuple[int, int]]:
     """Yield (start, end) line ranges, end exclusive, of the functions at the top level."""
     for node in ast.parse("\n".join(lines)).body:
         if isinstance(node, FUNCTIONS):
-            yield min([node.lineno, *(d.lineno for d in node.decorator_list)]) - 1, node.end_lineno
+            yield start_of(node), node.end_lineno
 
 
 def change(code: str, kind: int) -> tuple[str, str]:

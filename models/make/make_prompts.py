@@ -30,11 +30,11 @@ Pieces = Callable[[list[str]], Iterator[tuple[int, int]]]
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
-def make_prompts(count: int, num_tokens: Callable[[str], int], pieces: Pieces | None = None) -> list[dict[str, str]]:
+def make_prompts(count: int, num_tokens: Callable[[str], int], pieces: Pieces) -> list[dict[str, str]]:
     """Return `count` prompts with their sources, in a fixed order.
 
     Args:
-        pieces: what of a file's lines may be a prompt; `cuts` unless told.
+        pieces: what of a file's lines may be a prompt.
     Raises:
         ValueError: the held-out sources hold fewer.
     """
@@ -46,7 +46,7 @@ def make_prompts(count: int, num_tokens: Callable[[str], int], pieces: Pieces | 
     prompts: list[dict[str, str]] = []
     while len(prompts) < count and any(queues.values()):
         for queue in queues.values():
-            prompt = next_prompt(queue, num_tokens, pieces or cuts)
+            prompt = next_prompt(queue, num_tokens, pieces)
             if prompt is not None and len(prompts) < count:
                 prompts.append(prompt)
     if len(prompts) < count:
@@ -81,12 +81,17 @@ def cuts(lines: list[str]) -> Iterator[tuple[int, int]]:
     """Yield (start, end) line ranges, end exclusive: every start and every natural place to stop after it."""
     top_level = ast.parse("\n".join(lines)).body
     definitions = [node for node in top_level if isinstance(node, (*FUNCTIONS, ast.ClassDef))]
-    starts = [0, *(min([node.lineno, *(d.lineno for d in node.decorator_list)]) - 1 for node in definitions)]
+    starts = [0, *map(start_of, definitions)]
     for top in definitions:
         for node in ast.walk(top):
             if isinstance(node, FUNCTIONS):
                 for end in places_to_stop(node):
                     yield from ((start, end) for start in starts if start < end)
+
+
+def start_of(definition: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> int:
+    """Return the index of its first line, that of a decorator if it has one."""
+    return min([definition.lineno, *(decorator.lineno for decorator in definition.decorator_list)]) - 1
 
 
 def places_to_stop(function: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[int]:
@@ -106,7 +111,7 @@ def main() -> None:
     parser.add_argument("-o", "--output", type=Path, default=Path("models/prompts/held_out_code.jsonl"))
     args = parser.parse_args()
     tokenizer = PreTrainedTokenizerFast.from_pretrained(args.tokenizer)
-    prompts = make_prompts(args.count, lambda text: len(tokenizer(text)["input_ids"]))
+    prompts = make_prompts(args.count, lambda text: len(tokenizer(text)["input_ids"]), cuts)
     args.output.parent.mkdir(parents=True, exist_ok=True)
     args.output.write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
     print(f"wrote {len(prompts)} prompts to {args.output}")
