@@ -97,7 +97,17 @@ WORKLOADS |= {
 UP_TO_LOOPS = "_up_to_loops"
 WORKLOADS[HELD_OUT + UP_TO_LOOPS] = replace(WORKLOADS[HELD_OUT], batches=(1, 8), up_to_loops=True)
 #: Held-out code once more, drafted for by what was trained on equally many tokens: an exit head and the trained peers.
-SAME_BUDGET, SAME_BUDGET_SIZE = "same_budget", Size(8, (1, 8), 3, head_alone=True, alone=4)
+SAME_BUDGET, _SIZE = "same_budget", Size(8, (1, 8), 3, head_alone=True, alone=4)
+OF_SAME_BUDGET = {
+    SAME_BUDGET + UP_TO_LOOPS: replace(_SIZE, up_to_loops=True),
+    SAME_BUDGET + SAMPLED: replace(_SIZE, temperature=TEMPERATURE),
+}
+#: And in bfloat16, where outputs are compared but need not be the same.
+BFLOAT16 = "_bfloat16"
+IN_BFLOAT16 = {
+    HELD_OUT + BFLOAT16: replace(_SIZE, alone=None),
+    HELD_OUT + SAMPLED + BFLOAT16: replace(_SIZE, temperature=TEMPERATURE),
+}
 BUDGET_HEAD = f"{MODEL}/peers/exit_head"
 RATES, REQUESTS, ARRIVAL_ROUNDS, SEED = (2.0, 6.0), 8, 2, 0
 WATERFALL_SCRIPT = [sys.executable, str(ROOT / "benchmarks" / "waterfall.py")]
@@ -166,23 +176,23 @@ def measure_all(workloads: dict[str, Size], quick: bool, console: Any) -> int:
                 failed |= report_gate(rows, console)
             if HELD_OUT in workloads:
                 console.print(arrival_table(throughput(whole, workloads[HELD_OUT], quick)))
+        apart: list[tuple[EngineSettings, list[str], dict[str, Size]]] = []
         if HELD_OUT in workloads and (ROOT / BUDGET_HEAD).is_dir():
-            rows = same_budget(session, [peer for peer in TRAINED_PEERS if peer not in left_out], longest, quick)
-            console.print(latency_table(rows))
-            failed |= report_gate(rows, console)
+            peers = [peer for peer in TRAINED_PEERS if peer not in left_out]
+            apart.append((replace(settings, head=BUDGET_HEAD), ["eesd-head", *peers], OF_SAME_BUDGET))
+        if HELD_OUT in workloads:
+            apart.append((replace(settings, dtype="bfloat16"), ["plain", *methods], IN_BFLOAT16))
+        for other, others, sizes in apart:
+            # Started when the others but plain vLLM are gone: so many would not fit into memory at once.
+            with running_engines(others, other, longest, progress) as engines:
+                texts = dict.fromkeys(sizes, prompts[HELD_OUT])
+                alone = replace(session, engines=plain | engines, settings=other, prompts=texts)
+                for workload, size in sizes.items():
+                    size = replace(QUICK_SIZE, temperature=size.temperature) if quick else size
+                    rows = latency(alone, workload, size)
+                    console.print(latency_table(rows))
+                    failed |= report_gate(rows, console)
     return failed
-
-
-def same_budget(session: Session, peers: list[str], longest: int, quick: bool) -> list[dict[str, Any]]:
-    """Measure and write the trained peers beside an exit head that was trained on as many tokens.
-
-    Started when the others but plain vLLM are gone: so many would not fit into memory at once.
-    """
-    settings, prompts = replace(session.settings, head=BUDGET_HEAD), {SAME_BUDGET: session.prompts[HELD_OUT]}
-    size = QUICK_SIZE if quick else SAME_BUDGET_SIZE
-    with running_engines(["eesd-head", *peers], settings, longest, session.progress) as engines:
-        engines = session.engines | engines
-        return latency(replace(session, engines=engines, settings=settings, prompts=prompts), SAME_BUDGET, size)
 
 
 def about(settings: EngineSettings, method: str, left_out: dict[str, str]) -> dict[str, Any]:
@@ -232,7 +242,8 @@ def throughput(session: Session, size: Size, quick: bool) -> list[dict[str, Any]
 def prompt_file(workload: str, num_prompts: int) -> Path:
     """Write a workload's first prompts and return the file."""
     BUILD.mkdir(parents=True, exist_ok=True)
-    workload = HELD_OUT if workload == SAME_BUDGET else workload.removesuffix(SAMPLED).removesuffix(UP_TO_LOOPS)
+    workload = workload.removesuffix(BFLOAT16).removesuffix(SAMPLED).removesuffix(UP_TO_LOOPS)
+    workload = HELD_OUT if workload == SAME_BUDGET else workload
     chosen = BUILD / f"{workload}-{num_prompts}.jsonl"
     lines = (PROMPTS / f"{workload}.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
     chosen.write_text("".join(lines[:num_prompts]), encoding="utf-8")

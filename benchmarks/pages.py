@@ -39,9 +39,15 @@ WORKLOADS = {
     "the same tokens, equally many (`models/make/train_peers.py`); nothing is copied.",
 }
 WORKLOADS |= {f"{name}_sampled": f"{text} Sampled." for name, text in WORKLOADS.items()}
-WORKLOADS["held_out_code_up_to_loops"] = (
-    "Held-out code; every text ends where plain's greedy one begins to repeat itself."
-)
+WORKLOADS |= {
+    f"{name}_up_to_loops": f"{WORKLOADS[name]} Every text ends where plain's greedy one begins to repeat itself."
+    for name in ("held_out_code", "same_budget")
+}
+WORKLOADS |= {
+    f"{name}_bfloat16": f"{WORKLOADS[name]} In bfloat16: two tokens may tie, and which one wins depends on the shape "
+    "of the batch, with or without drafts."
+    for name in ("held_out_code", "held_out_code_sampled")
+}
 #: Of a kernel benchmark's columns, those that its table leaves out.
 HIDDEN_COLUMNS = ("hardware", "versions", "git_sha", "ms_min", "ms_max", "bytes", "copy_gb_per_s")
 #: Policies measured live, and on which target.
@@ -84,6 +90,13 @@ def show(value: Any, pattern: str = "") -> str:
 def ratio(value: float | None, ends: Sequence[float] | None) -> str:
     """Return "1.62x (1.58-1.66)"."""
     return "-" if value is None else f"{value:.2f}x" + (f" ({ends[0]:.2f}-{ends[1]:.2f})" if ends else "")
+
+
+def identical(row: dict[str, Any]) -> str:
+    """Return whether a row's outputs are plain's; where rounding may change them, how many of its texts are."""
+    if row["dtype"] != "float32" and row.get("identical_share") is not None:
+        return f"{row['identical_share']:.0%} of the texts"
+    return {True: "yes", False: "**no**", None: "-"}[row["identical"]]
 
 
 def origin(row: dict[str, Any]) -> str:
@@ -154,7 +167,17 @@ def render(template: str, **context: Any) -> str:
     loader = FileSystemLoader(Path(__file__).with_suffix(""))
     settings = {"undefined": StrictUndefined, "trim_blocks": True, "lstrip_blocks": True, "keep_trailing_newline": True}
     environment = Environment(loader=loader, autoescape=False, **settings)
-    filters = (show, ratio, origin, count_prompts, latency_commands, throughput_command, by_method, groupby_in_order)
+    filters = (
+        show,
+        ratio,
+        identical,
+        origin,
+        count_prompts,
+        latency_commands,
+        throughput_command,
+        by_method,
+        groupby_in_order,
+    )
     environment.filters |= {function.__name__: function for function in filters}
     environment.filters["spaced"] = lambda name: name.replace("_", " ")
     return environment.get_template(template).render(context)
@@ -187,9 +210,13 @@ def results(folder: Path = RESULTS, page: Path = DOCS / "results.md") -> None:
     page.write_text(text, encoding="utf-8")
 
 
-def readme_figures(folder: Path = RESULTS) -> str:
-    """Return the README's table and the lines around it."""
+def readme_figures(folder: Path = RESULTS, plot_file: Path | None = None) -> str:
+    """Return the README's table and the lines around it; draw its plot, if a file is given."""
     sampled, greedy = (load(folder / f"latency-held_out_code_{name}.json") for name in ("sampled", "up_to_loops"))
+    if plot_file:
+        import plots
+
+        plots.plot_speedup(plot_file, {"sampled at T = 0.8": sampled, "greedy, up to the first loop": greedy})
     rows = [row for row in sampled + greedy if row["batch"] in BATCHES]
     shares = next(row["acceptance_per_position"] for row in rows if row["method"] == "eesd")
     whole = next(row for row in load(folder / "latency-held_out_code.json") if row["method"] == "plain")
@@ -277,7 +304,7 @@ def reliability() -> None:
 
 def readme() -> None:
     """Write the README's figures."""
-    write_figures(README, readme_figures())
+    write_figures(README, readme_figures(plot_file=DOCS / "readme-speedup.png"))
 
 
 def policies() -> None:

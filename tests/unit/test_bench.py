@@ -556,5 +556,15 @@ def test_demo_summary_and_table():
     assert "\x1b" not in file.getvalue()
 
 
+def test_the_demos_picture_shows_no_progress_and_fetches_nothing():
+    console = Console(file=io.StringIO(), width=80, record=True)
+    with latency.reporting(console) as progress:
+        progress("starting engines")
+    console.print("the table")
+    picture = console.export_svg(title="eesd demo", code_format=demo.PICTURE)
+    assert "starting engines" in console.file.getvalue() and "starting" not in picture and "table" in picture
+    assert "url(" not in picture.replace("url(#", "")
+
+
 def test_runs_compute_tokens_per_second():
     assert Runs(seconds=[2.0, 4.0], outputs=[[[1, 2], [3, 4]], [[1, 2], [3, 4]]]).tokens_per_s() == [2.0, 1.0]

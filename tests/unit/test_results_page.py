@@ -232,7 +232,9 @@ def test_one_session_measures_everything_the_page_shows(page_of, tmp_path, monke
     monkeypatch.setattr(measured, "BUILD", REPOSITORY / "build" / "bench")
     monkeypatch.setattr(measured, "RESULTS", tmp_path)
     monkeypatch.setattr(measured, "BUDGET_HEAD", "models/eesd-code-10m/eesd")  # any directory: no engine reads it
-    monkeypatch.setattr(measured, "SAME_BUDGET_SIZE", measured.Size(2, (1, 2), 3, head_alone=True))
+    budget_size = measured.Size(2, (1, 2), 3, head_alone=True)
+    monkeypatch.setattr(measured, "OF_SAME_BUDGET", {"same_budget_up_to_loops": budget_size})
+    monkeypatch.setattr(measured, "IN_BFLOAT16", {"held_out_code_sampled_bfloat16": measured.Size(2, (2,), 3)})
     sizes = {
         measured.HELD_OUT: measured.Size(4, (1, 2, 4), 3, head_alone=True),
         "random_tokens": measured.Size(2, (1, 2), 3, alone=1, max_tokens=5, temperature=2.0),
@@ -240,15 +242,17 @@ def test_one_session_measures_everything_the_page_shows(page_of, tmp_path, monke
     }
     assert measured.measure_all(sizes, False, Console(file=io.StringIO())) == 0
     drafting, of_the_same_budget = ["eesd", "eesd-head", "ngram"], ["eesd-head", "draft_model"]
-    assert started == [["plain"], drafting, of_the_same_budget]
+    assert started == [["plain"], drafting, of_the_same_budget, ["plain", *drafting]]
     rows = json.loads((tmp_path / "latency-held_out_code.json").read_text())
     assert [(r["batch"], r["method"]) for r in rows] == [
         (batch, method) for batch in (1, 2, 4) for method in ["plain", *drafting]
     ]
-    budget = json.loads((tmp_path / "latency-same_budget.json").read_text())
+    budget = json.loads((tmp_path / "latency-same_budget_up_to_loops.json").read_text())
     assert [(r["batch"], r["method"]) for r in budget] == [
         (batch, method) for batch in (1, 2) for method in ["plain", *of_the_same_budget]
     ]
+    half = json.loads((tmp_path / "latency-held_out_code_sampled_bfloat16.json").read_text())
+    assert {r["dtype"] for r in half} == {"bfloat16"} and {r["dtype"] for r in rows + budget} == {"float32"}
     assert {r["head"] for r in budget} == {measured.BUDGET_HEAD} and {r["head"] for r in rows} == {None}
     other = json.loads((tmp_path / "latency-random_tokens.json").read_text())
     assert [(row["method"], row["num_prompts"]) for row in other] == [

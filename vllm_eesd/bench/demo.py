@@ -7,12 +7,13 @@ repeats itself when greedy, and how much of the text does is said beside the spe
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
+from rich.console import CONSOLE_SVG_FORMAT, Console
 from rich.table import Table
 from rich.text import Text
 
@@ -34,6 +35,10 @@ from vllm_eesd.bench.streaming import PROMPT, DraftStream
 from vllm_eesd.bench.vllm_engine import VllmEngine
 from vllm_eesd.embedded import PROMPTS, embedded_model, shipped
 
+#: Rich's picture of a terminal in the reader's own monospaced font: nothing is fetched to show it.
+PICTURE = re.sub(r"@font-face \{\{.*?\}\}\s*", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL).replace(
+    "Fira Code", "monospace"
+)
 SNIPPETS, ROUNDS = 8, 3
 DTYPE = "float32"
 TEMPERATURE = 0.6
@@ -50,6 +55,7 @@ def run(args: argparse.Namespace) -> int:
     snippets = read_prompts(prompt_file)[:SNIPPETS]
     check_sizes(len(snippets), [1], max_tokens=args.max_tokens)
     console = open_console(args.no_color)
+    console.record = bool(args.svg)
     console.print(f"[bold]EESD demo[/bold]: {Path(model).name} completes {len(snippets)} held-out Python snippets,")
     console.print(f"{args.max_tokens} tokens each, {DTYPE}, with plain vLLM and with EESD, on {hardware()}.\n")
     with ExitStack() as stack:
@@ -66,6 +72,8 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         write_json(Path(args.json), summary(*greedy) | {"sampled": summary(*sampled)})
     console.print(summary_table(greedy, sampled))
+    if args.svg:
+        console.save_svg(args.svg, title="eesd demo", code_format=PICTURE)
     return report_gate(greedy, console)
 
 

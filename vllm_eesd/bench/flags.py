@@ -15,6 +15,7 @@ def demo(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompts", metavar="FILE", help="JSONL with a `prompt` a line; default: held-out code")
     parser.add_argument("--json", default="build/demo.json", metavar="FILE", help="results")
     parser.add_argument("--no-color", action="store_true", help="mark drafted tokens without colours")
+    parser.add_argument("--svg", metavar="FILE", help="also write what the terminal shows as a picture")
 
 
 def latency(parser: argparse.ArgumentParser) -> None:

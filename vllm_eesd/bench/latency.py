@@ -108,13 +108,17 @@ def open_console(no_color: bool = False) -> Console:
 
 @contextmanager
 def reporting(console: Console) -> Iterator[Callable[[str], None]]:
-    """Give a function that shows what is going on: a spinner in a terminal, lines elsewhere."""
-    if not console.is_terminal:
-        yield lambda text: console.print(text, style="dim")
-        return
-    live = {"console": console, "transient": True, "redirect_stdout": False, "redirect_stderr": False}
-    with Live(refresh_per_second=8, **live) as shown:
-        yield lambda text: shown.update(Spinner("dots", text))
+    """Give a function that shows what is going on: a spinner in a terminal, lines elsewhere; none of it is recorded."""
+    recorded, console.record = console.record, False
+    try:
+        if not console.is_terminal:
+            yield lambda text: console.print(text, style="dim")
+            return
+        live = {"console": console, "transient": True, "redirect_stdout": False, "redirect_stderr": False}
+        with Live(refresh_per_second=8, **live) as shown:
+            yield lambda text: shown.update(Spinner("dots", text))
+    finally:
+        console.record = recorded
 
 
 def latency_table(results: list[dict[str, Any]]) -> Table:

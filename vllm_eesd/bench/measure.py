@@ -162,6 +162,12 @@ def first_difference(expected: list[Tokens], outputs: list[Tokens]) -> str | Non
     return None
 
 
+def identical_share(expected: list[Tokens], rounds: list[list[Tokens]]) -> float:
+    """Return the share of texts that are the expected ones, over all rounds."""
+    same = [ours == right for outputs in rounds for ours, right in zip(outputs, expected, strict=True)]
+    return sum(same) / len(same)
+
+
 def rows(runs: Mapping[str, Runs], *, exact: bool, compared: bool = True) -> list[dict[str, Any]]:
     """Return one row of results per method.
 
@@ -183,9 +189,11 @@ def rows(runs: Mapping[str, Runs], *, exact: bool, compared: bool = True) -> lis
             row["speedup_interval"] = bootstrap_interval(ratios)
         row |= {name: _rounded(value) for name, value in round_statistics(ours.counters).items()}
         row["looping_share"] = _rounded(share_in_loops(tokens for output in ours.outputs for tokens in output))
-        result.append(
-            row | {"identical": difference is None if plain and compared else None, "first_difference": difference}
-        )
+        row |= {"identical": None, "identical_share": None, "first_difference": difference}
+        if plain and compared:
+            share = identical_share(plain.outputs[0], ours.outputs)
+            row |= {"identical": difference is None, "identical_share": _rounded(share)}
+        result.append(row)
     return result
 
 
