@@ -42,8 +42,8 @@ from vllm_eesd.distill.train import DEFAULT_LR, TrainConfig, _make_optimizers, l
 
 MODEL = "models/eesd-code-10m"
 EXIT_LAYER = 2
-#: The embedded head: 8.5 M as a `transformer` head, 6.9 M as a `deep_context` head (its card).
-TOKENS = 15_400_000
+#: What the embedded head saw (its card).
+TOKENS = 30_300_000
 BATCH, SEQ_LEN = 16, 512
 UNROLLED = 3
 FEATURE_WEIGHT = 0.1
