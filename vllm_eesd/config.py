@@ -11,6 +11,8 @@ MAX_SPECULATIVE_TOKENS = 32
 #: The longest draft by default: an exit head is rarely right so far ahead, and every token costs a draft step; a copy
 #: of the text costs its verification only.
 LONGEST_DRAFT, LONGEST_COPY = 8, 16
+#: More decoder layers than this are a model of their own.
+MAX_HEAD_LAYERS = 8
 
 PolicyName = Literal["adaedl", "beta_ts", "calibrated_ts", "confidence", "draft_verify", "fixed", "goodput"]
 POLICY_NAMES: tuple[str, ...] = get_args(PolicyName)

@@ -19,31 +19,32 @@ def prompts():
     return [generator.integers(0, 512, n).tolist() for n in (5, 17, 33, 64, 100, 3)]
 
 
-def write_new_head(target_directory, directory, head_type, token_ids=None):
+def write_new_head(target_directory, directory, head_type, token_ids=None, exit_layer=6, head_layers=1):
     """Write a head with weights of its own; returns (its directory, the same target and head as training modules)."""
     from vllm_eesd.distill.model import head_config, load_target, new_head
     from vllm_eesd.distill.vocabulary import restrict
     from vllm_eesd.exit_head.checkpoint import Prior, write_head
 
-    target = load_target(target_directory, 6, "cpu")
-    head = new_head(target, "last", head_type).eval()
+    target = load_target(target_directory, exit_layer, "cpu")
+    head = new_head(target, "last", head_type, head_layers).eval()
     torch.manual_seed(3)
-    for parameter in head.deep.parameters() if head_type == "deep_context" else ():
-        torch.nn.init.normal_(parameter, std=0.12)
+    for layer in (head, *head.upper) if head_type == "deep_context" else ():
+        for parameter in layer.deep.parameters():
+            torch.nn.init.normal_(parameter, std=0.12)
     if token_ids is not None:
         restrict(head, token_ids)
     draft_vocab_size = None if token_ids is None else len(token_ids)
-    config = head_config(target, target_directory, head_type, Prior(), draft_vocab_size)
+    config = head_config(target, target_directory, head_type, Prior(), draft_vocab_size, head_layers)
     write_head(directory, config, head.state_dict())
     return str(directory), target, head
 
 
 @pytest.fixture(scope="module")
 def make_head(random_target, tmp_path_factory):
-    """Return make(head_type, token_ids): `write_new_head` for the random target."""
+    """Return make(head_type, ...): `write_new_head` for the random target."""
 
-    def make(head_type, token_ids=None):
-        return write_new_head(random_target, tmp_path_factory.mktemp("heads") / head_type, head_type, token_ids)
+    def make(head_type, *args, **kwargs):
+        return write_new_head(random_target, tmp_path_factory.mktemp("heads") / head_type, head_type, *args, **kwargs)
 
     return make
 
@@ -120,6 +121,34 @@ def test_a_draft_vocabulary(engine, greedy, random_target, make_head, prompts):
             logits = target.model(torch.tensor([[*prompt, *output]])).logits[0, len(prompt) - 1 : -1]
             best, chosen = logits.max(-1).values, logits[range(len(output)), list(output)]
             assert (best - chosen < NEAR_TIE).all()
+
+
+@pytest.mark.parametrize(("exit_layer", "head_layers"), [(6, 2), (0, 3)])
+def test_heads_of_several_layers(engine, greedy, random_target, make_head, prompts, exit_layer, head_layers):
+    """Each layer's KV of verified tokens is filled; with N = 0 a draft step runs no layer of the target."""
+    directory, target, head = make_head("deep_context", exit_layer=exit_layer, head_layers=head_layers)
+    outputs, rounds = run(engine, greedy, random_target, prompts, directory, enforce_eager=False)
+    compared, mismatches = count_mismatches(target, head, prompts, outputs, rounds)
+    assert compared > 500 and mismatches == 0
+
+
+def test_parity_notices_an_upper_layer_that_is_not_filled(
+    engine, greedy, random_target, make_head, prompts, monkeypatch
+):
+    from vllm_eesd.host.model import exit_head
+
+    directory, target, head = make_head("deep_context", head_layers=2)
+    fill = exit_head._fill
+
+    def fill_the_first(attention, *args):
+        if attention.attn.layer_name.endswith(".8.self_attn.attn"):
+            fill(attention, *args)
+
+    monkeypatch.setattr(exit_head, "_fill", fill_the_first)
+    compared, mismatches = count_mismatches(
+        target, head, prompts, *run(engine, greedy, random_target, prompts, directory)
+    )
+    assert mismatches > 0.1 * compared
 
 
 def test_parity_notices_a_fill_from_the_wrong_layer(engine, greedy, random_target, make_head, prompts, monkeypatch):

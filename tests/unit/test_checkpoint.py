@@ -254,6 +254,10 @@ def test_config_is_no_heads(tmp_path, content, word):
     ("changes", "words"),
     [
         ({"exit_layer": 0}, ("exit_layer", "is 0", "1 to 5")),
+        ({"exit_layer": -1, "head_type": "deep_context"}, ("exit_layer", "is -1", "0 to 5")),
+        ({"head_layers": 2}, ("head_layers", "is 2", "1 to 1", "transformer")),
+        ({"head_layers": 0}, ("head_layers", "1")),
+        ({"head_layers": LAYERS + 1, "head_type": "deep_context"}, ("head_layers", "is 7", "1 to 6")),
         ({"exit_layer": LAYERS}, ("exit_layer", "is 6", "1 to 5")),
         ({"exit_layer": -1}, ("exit_layer",)),
         ({"exit_layer": True}, ("exit_layer",)),

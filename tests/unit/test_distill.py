@@ -331,8 +331,11 @@ def test_run_writes_a_head_that_loads(model_dir, text, tmp_path, capsys):
     ("changes", "words"),
     [
         ({"model": "/nowhere"}, ("model", "/nowhere")),
-        ({"exit_layer": 0}, ("exit_layer", "is 0", "1 to 3")),
-        ({"exit_layer": LAYERS}, ("exit_layer", "is 4", "1 to 3")),
+        ({"exit_layer": 0, "head_type": "transformer"}, ("exit_layer", "is 0", "1 to 3")),
+        ({"exit_layer": -1}, ("exit_layer", "is -1", "0 to 3")),
+        ({"exit_layer": LAYERS}, ("exit_layer", "is 4", "0 to 3")),
+        ({"head_layers": 2, "head_type": "transformer"}, ("head_layers", "is 2", "1", "transformer")),
+        ({"head_layers": LAYERS + 1}, ("head_layers", "is 5", "1 to 4")),
         ({"data": ["/nowhere.bin"]}, ("data", "/nowhere.bin")),
         ({"seq_len": 3_000}, ("seq_len", "128")),
         ({"steps": 0}, ("steps", "0")),

@@ -6,6 +6,8 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from vllm_eesd.config import MAX_HEAD_LAYERS
+
 
 class TrainConfig(BaseModel):
     """How to train. The learning rate goes up over `train.WARMUP_STEPS`, then down along a cosine.
@@ -31,6 +33,9 @@ class TrainConfig(BaseModel):
     )
     jsd_beta: float = Field(0.5, gt=0, lt=1, description="beta of jsd")
     head_type: Literal["transformer", "deep_context", "mlp"] = Field("deep_context", description="what the head is")
+    head_layers: int = Field(
+        1, ge=1, le=MAX_HEAD_LAYERS, description="decoder layers of the head; more than one with deep_context only"
+    )
     draft_vocab: int | None = Field(
         None, ge=1, description="draft from the V (32k: 32000) most frequent tokens of the data only"
     )

@@ -40,6 +40,7 @@ def distill(parser: argparse.ArgumentParser) -> None:
     _setting(parser, "loss")
     _setting(parser, "jsd_beta", type=float, metavar="B")
     _setting(parser, "head_type")
+    _setting(parser, "head_layers")
     _setting(parser, "draft_vocab", type=thousands, metavar="V")
     _setting(parser, "accumulate", type=positive, metavar="A")
     _setting(parser, "seed", type=int)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import math
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -74,10 +76,10 @@ class ExitHead(nn.Module):
 
     head_type = "transformer"
 
-    def __init__(self, layer: nn.Module, norm: nn.Module) -> None:
-        """Take `layer` over, a copy of the target's; `norm` is copied."""
+    def __init__(self, layers: Sequence[nn.Module], norm: nn.Module) -> None:
+        """Take the one of `layers` over, a copy of the target's; `norm` is copied."""
         super().__init__()
-        self.layer = layer
+        (self.layer,) = layers
         self.norm = copy.deepcopy(norm).requires_grad_(True)
 
     def forward(self, exit_hidden: Tensor, target_hidden: Tensor, rotary: Rotary, block_starts: Tensor) -> Tensor:
@@ -97,8 +99,9 @@ class MlpHead(nn.Module):
 
     head_type = "mlp"
 
-    def __init__(self, layer: nn.Module, norm: nn.Module) -> None:
+    def __init__(self, layers: Sequence[nn.Module], norm: nn.Module) -> None:
         super().__init__()
+        (layer,) = layers
         self.input_norm, self.mlp = layer.post_attention_layernorm, layer.mlp
         self.norm = copy.deepcopy(norm).requires_grad_(True)
         self._share = getattr(layer, "residual_multiplier", 1.0)  # Granite has one
@@ -113,7 +116,7 @@ class HeadlessHead(nn.Module):
 
     head_type = "headless"
 
-    def __init__(self, layer: nn.Module, norm: nn.Module) -> None:
+    def __init__(self, layers: Sequence[nn.Module], norm: nn.Module) -> None:
         super().__init__()
         self._norm = (norm,)  # a tuple hides the target's weights from this module's
 
@@ -123,39 +126,43 @@ class HeadlessHead(nn.Module):
 
 
 class DeepContext(nn.Module):
-    """What a deep-context head has beyond a transformer head's tensors; all three read the target's normed output."""
+    """What a layer of a deep-context head has beyond its own tensors: it reads the target's normed output.
 
-    def __init__(self, attention: nn.Module, hidden_size: int) -> None:
+    Args:
+        inject_size: hidden size, for the layer whose input the target's output is added to; None for the others.
+    """
+
+    def __init__(self, attention: nn.Module, inject_size: int | None = None) -> None:
         super().__init__()
         self.k_proj = copy.deepcopy(attention.k_proj).requires_grad_(True)
         self.v_proj = copy.deepcopy(attention.v_proj).requires_grad_(True)
-        self.inject = nn.Linear(hidden_size, hidden_size, bias=False)
-        nn.init.zeros_(self.inject.weight)
+        if inject_size is not None:
+            self.inject = nn.Linear(inject_size, inject_size, bias=False)
+            nn.init.zeros_(self.inject.weight)
 
 
-class DeepContextHead(ExitHead):
-    """A transformer head that sees verified tokens through the target's last hidden state, at no extra draft cost.
+class DeepLayer(nn.Module):
+    """One decoder layer that sees verified tokens through the target's last hidden state."""
 
-    Before the round's input token everything is verified, so the target's output there is known: keys and values come
-    from it, by a second projection, and the output that produced the input token is added to the layer's input
-    throughout the block. Within the block, keys and values come from h_N, as a transformer head's do.
-    """
+    def __init__(self, layer: nn.Module, inject_size: int | None = None) -> None:
+        """Take `layer` over, a copy of the target's."""
+        super().__init__()
+        self.layer = layer
+        self.deep = DeepContext(layer.self_attn, inject_size)
 
-    head_type = "deep_context"
+    def run(self, hidden: Tensor, target_hidden: Tensor, rotary: Rotary, mask: Tensor) -> Tensor:
+        """Return what leaves the layer, [num_windows, seq_len, hidden_size].
 
-    def __init__(self, layer: nn.Module, norm: nn.Module) -> None:
-        super().__init__(layer, norm)
-        self.deep = DeepContext(self.layer.self_attn, norm.weight.numel())
-
-    def forward(self, exit_hidden: Tensor, target_hidden: Tensor, rotary: Rotary, block_starts: Tensor) -> Tensor:
-        produced_bonus = target_hidden[:, (block_starts - 1).clamp(min=0)] * (block_starts > 0)[None, :, None]
-        hidden = exit_hidden + self.deep.inject(produced_bonus)
+        Args:
+            hidden: [num_windows, seq_len, hidden_size], what enters it.
+            target_hidden, rotary: see `ExitHead.forward`.
+            mask: see `block_mask`.
+        """
         share = getattr(self.layer, "residual_multiplier", 1.0)  # Granite has one
-        attended = self._attend(self.layer.input_layernorm(hidden), target_hidden, rotary, block_starts)
-        hidden = hidden + attended * share
-        return self.norm(hidden + self.layer.mlp(self.layer.post_attention_layernorm(hidden)) * share)
+        hidden = hidden + self._attend(self.layer.input_layernorm(hidden), target_hidden, rotary, mask) * share
+        return hidden + self.layer.mlp(self.layer.post_attention_layernorm(hidden)) * share
 
-    def _attend(self, hidden: Tensor, target_hidden: Tensor, rotary: Rotary, block_starts: Tensor) -> Tensor:
+    def _attend(self, hidden: Tensor, target_hidden: Tensor, rotary: Rotary, mask: Tensor) -> Tensor:
         attention = self.layer.self_attn
         query = _heads(attention.q_proj(hidden), attention.head_dim, getattr(attention, "q_norm", None))
         k_norm = getattr(attention, "k_norm", None)
@@ -171,10 +178,35 @@ class DeepContextHead(ExitHead):
             query,
             keys.repeat_interleave(groups, dim=1),
             values.repeat_interleave(groups, dim=1),
-            attn_mask=block_mask(block_starts),
+            attn_mask=mask,
             scale=attention.scaling,
         )
         return attention.o_proj(attended.transpose(1, 2).flatten(2))
+
+
+class DeepContextHead(DeepLayer):
+    """Decoder layers that see verified tokens through the target's last hidden state, at no extra draft cost.
+
+    Before the round's input token everything is verified, so the target's output there is known: keys and values come
+    from it, by a second projection in every layer, and the output that produced the input token is added to the first
+    layer's input throughout the block. Within the block, a layer's keys and values come from its own input.
+    """
+
+    head_type = "deep_context"
+
+    def __init__(self, layers: Sequence[nn.Module], norm: nn.Module) -> None:
+        """Take `layers` over, copies of the target's, run in this order; `norm` is copied."""
+        super().__init__(layers[0], norm.weight.numel())
+        self.upper = nn.ModuleList(map(DeepLayer, layers[1:]))
+        self.norm = copy.deepcopy(norm).requires_grad_(True)
+
+    def forward(self, exit_hidden: Tensor, target_hidden: Tensor, rotary: Rotary, block_starts: Tensor) -> Tensor:
+        """Return the normed hidden state; see `ExitHead.forward`."""
+        produced_input = target_hidden[:, (block_starts - 1).clamp(min=0)] * (block_starts > 0)[None, :, None]
+        hidden, mask = exit_hidden + self.deep.inject(produced_input), block_mask(block_starts)
+        for layer in (self, *self.upper):
+            hidden = layer.run(hidden, target_hidden, rotary, mask)
+        return self.norm(hidden)
 
 
 def block_mask(block_starts: Tensor) -> Tensor:
@@ -206,9 +238,9 @@ def load_target(name_or_path: str, exit_layer: int, device: str) -> Target:
     """
     config = read_config(name_or_path)
     num_layers = config.num_hidden_layers
-    if not 1 <= exit_layer < num_layers:
+    if not 0 <= exit_layer < num_layers:
         raise ValueError(
-            f"exit_layer is {exit_layer}, must be 1 to {num_layers - 1}: the target has {num_layers} layers"
+            f"exit_layer is {exit_layer}, must be 0 to {num_layers - 1}: the target has {num_layers} layers"
         )
     # sdpa without a mask is causal, which is what Target.forward relies on.
     options = {"attn_implementation": "sdpa", "use_safetensors": True} | decompression(name_or_path, config)
@@ -232,18 +264,20 @@ def _plain_layer(layer: nn.Module, config: Any) -> nn.Module:
     return plain.float().requires_grad_(True)
 
 
-def new_head(target: Target, init: str, head_type: str = "deep_context") -> ExitHead:
-    """Return a head that starts from the target's final norm and its `last` layer or `exit` layer, or from a head.
+def new_head(target: Target, init: str, head_type: str = "deep_context", head_layers: int = 1) -> nn.Module:
+    """Return a head that starts from the target's final norm and its `last` or `exit` layers, or from a head.
 
     Args:
-        init: "last", "exit" or the directory of a head; what that one lacks starts as it does with "last", and its
-            draft vocabulary is left out.
+        init: "last", "exit" (layer N and those after it) or the directory of a head; what that one lacks starts as it
+            does with "last", and its draft vocabulary is left out.
+        head_layers: M, its decoder layers.
     Raises:
         ValueError: the directory holds no head, or one of another target or exit layer.
     """
     decoder = target.model.model
-    layer = _plain_layer(decoder.layers[target.exit_layer if init == "exit" else -1], target.config)
-    head = HEAD_CLASSES[head_type](layer, decoder.norm)
+    first = min(target.exit_layer if init == "exit" else math.inf, len(decoder.layers) - head_layers)
+    layers = [_plain_layer(layer, target.config) for layer in decoder.layers[first : first + head_layers]]
+    head = HEAD_CLASSES[head_type](layers, decoder.norm)
     if init not in ("last", "exit"):
         config = ExitHeadConfig.load(init)
         config.check_target(target.config)
@@ -259,19 +293,26 @@ def load_head(target: Target, directory: str | os.PathLike) -> nn.Module:
     Raises:
         ValueError: no head there, or one of another target or exit layer.
     """
-    head = new_head(target, str(directory), ExitHeadConfig.load(directory).head_type)
+    config = ExitHeadConfig.load(directory)
+    head = new_head(target, str(directory), config.head_type, config.head_layers)
     if (d2t := read_tensors(directory).get(D2T_NAME)) is not None:
         restrict(head, token_ids_of(d2t))
     return head.to(target.lm_head.weight.device).requires_grad_(False).eval()
 
 
 def head_config(
-    target: Target, name_or_path: str, head_type: str, prior: Prior, draft_vocab_size: int | None = None
+    target: Target,
+    name_or_path: str,
+    head_type: str,
+    prior: Prior,
+    draft_vocab_size: int | None = None,
+    head_layers: int = 1,
 ) -> ExitHeadConfig:
     """Return what the head's config.json says."""
     return ExitHeadConfig(
         exit_layer=target.exit_layer,
         head_type=head_type,
+        head_layers=head_layers,
         verifier=target_verifier(target.config, name_or_path),
         transformer_layer_config=layer_config(target.config),
         draft_vocab_size=draft_vocab_size,

@@ -26,8 +26,8 @@ from vllm_eesd.distill.probe import best_exit_layer, probe
 from vllm_eesd.distill.report import check_writable, command, serve_command, write_json
 from vllm_eesd.distill.text import check_seq_len, measuring_windows, read_text
 from vllm_eesd.distill.train import train
-from vllm_eesd.distill.vocabulary import check_size, draft_token_ids, end_tokens, most_frequent, restrict, token_shares
-from vllm_eesd.exit_head.checkpoint import Prior, write_head
+from vllm_eesd.distill.vocabulary import check_size, end_tokens, most_frequent, restrict, token_shares
+from vllm_eesd.exit_head.checkpoint import ExitHeadConfig, Prior, write_head
 from vllm_eesd.exit_head.config import one_line
 
 # Windows measured on; 64 x 512 tokens give the agreement to about 0.3 percentage points.
@@ -63,7 +63,8 @@ def run(args: argparse.Namespace) -> int:
         target = load_target(config.model, exit_layer, "cpu")
         if config.draft_vocab is not None:
             check_size(config.draft_vocab, target.config.vocab_size)
-        head = new_head(target, config.init, config.head_type)
+        _head_config(config, target, Prior())  # refuses what could not be written in the end
+        head = new_head(target, config.init, config.head_type, config.head_layers)
         if processes.is_first():
             _check_room(config, head)
         with tempfile.TemporaryDirectory(prefix="eesd-distill-") as temporary:
@@ -129,14 +130,13 @@ def _restrict(target: Target, head: nn.Module, data: TokenData, size: int) -> No
 
 def _write(config: DistillConfig, target: Target, head: nn.Module, outcome: dict, record: dict) -> None:
     """Write the head in the target's dtype, and say what comes next."""
-    after, dtype, token_ids = outcome["after"], saved_dtype(config.model), draft_token_ids(head)
+    after, dtype = outcome["after"], saved_dtype(config.model)
     print(_describe("after", after), flush=True)
     agreement = after.get("greedy", after["text"])["agreement"]
     alpha = min(max(agreement, 0.05), 0.95) * PRIOR_OBSERVATIONS
     prior = Prior(alpha=round(alpha, 3), beta=round(PRIOR_OBSERVATIONS - alpha, 3))
     tensors = {name: t.to(dtype) if t.is_floating_point() else t for name, t in head.state_dict().items()}
-    draft_vocab_size = None if token_ids is None else len(token_ids)
-    write_head(config.output, head_config(target, config.model, head.head_type, prior, draft_vocab_size), tensors)
+    write_head(config.output, _head_config(config, target, prior), tensors)
     following = serve_command(config.model, config.output)
     if config.json_:
         outcome |= {"head": config.output, "exit_layer": target.exit_layer, "next": following}
@@ -214,6 +214,19 @@ def _config(args: argparse.Namespace) -> DistillConfig:
     names = [field.alias or name for name, field in DistillConfig.model_fields.items()]
     try:
         return DistillConfig(**{name: value for name in names if (value := getattr(args, name, None)) is not None})
+    except ValidationError as error:
+        raise ValueError(one_line(error)) from None
+
+
+def _head_config(config: DistillConfig, target: Target, prior: Prior) -> ExitHeadConfig:
+    """Return what the head's config.json says.
+
+    Raises:
+        ValueError: no head can be so.
+    """
+    size = config.draft_vocab
+    try:
+        return head_config(target, config.model, config.head_type, prior, size, config.head_layers)
     except ValidationError as error:
         raise ValueError(one_line(error)) from None
 

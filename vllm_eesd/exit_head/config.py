@@ -9,6 +9,7 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from vllm_eesd.config import MAX_HEAD_LAYERS
 from vllm_eesd.exit_head.shapes import expected_shapes
 from vllm_eesd.files import replacing
 
@@ -70,10 +71,13 @@ class ExitHeadConfig(BaseModel):
 
     Attributes:
         exit_layer: N; the head reads the hidden state entering target layer N. 0 < N < number of layers;
-            headless heads may also use N = number of layers (the whole target, for self-tests).
+            headless heads may also use N = number of layers (the whole target, for self-tests), deep-context heads
+            N = 0 (the embedding).
         head_type: `headless` (the target's final norm), `transformer` (one decoder layer and an RMSNorm),
             `deep_context` (the same, seeing verified tokens through the target's last hidden state) or `mlp` (norm, MLP
             with residual, RMSNorm; no KV).
+        head_layers: M, its decoder layers; more than one only where all of them are filled from the target's last
+            hidden state, `deep_context`.
         verifier: the target.
         transformer_layer_config: the target's text config, as its own config.json states it.
         draft_vocab_size: how many of the target's tokens the head can draft; None is all of them.
@@ -84,6 +88,7 @@ class ExitHeadConfig(BaseModel):
 
     exit_layer: int
     head_type: Literal["headless", "transformer", "deep_context", "mlp"]
+    head_layers: int = Field(1, ge=1, le=MAX_HEAD_LAYERS)
     verifier: Verifier
     transformer_layer_config: dict[str, Any] = {}
     draft_vocab_size: int | None = None
@@ -92,9 +97,12 @@ class ExitHeadConfig(BaseModel):
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         headless, size, vocab_size = self.head_type == "headless", self.draft_vocab_size, self.verifier.vocab_size
-        last = self.verifier.num_hidden_layers - (not headless)
-        if not 1 <= self.exit_layer <= last:
-            raise ValueError(f"exit_layer is {self.exit_layer}, must be 1 to {last} for a {self.head_type} head")
+        first, last = int(self.head_type != "deep_context"), self.verifier.num_hidden_layers - (not headless)
+        if not first <= self.exit_layer <= last:
+            raise ValueError(f"exit_layer is {self.exit_layer}, must be {first} to {last} for a {self.head_type} head")
+        most = self.verifier.num_hidden_layers if self.head_type == "deep_context" else 1
+        if self.head_layers > most:
+            raise ValueError(f"head_layers is {self.head_layers}, must be 1 to {most} for a {self.head_type} head")
         if size is not None and headless:
             raise ValueError(f"draft_vocab_size is {size}, must be null for a headless head: it has no tensors")
         if size is not None and not 1 <= size < vocab_size:
@@ -171,6 +179,7 @@ class ExitHeadConfig(BaseModel):
             "architectures": ["EESDExitHead"],
             "exit_layer": self.exit_layer,
             "head_type": self.head_type,
+            "head_layers": self.head_layers,
             "transformer_layer_config": self.transformer_layer_config,
             "draft_vocab_size": self.draft_vocab_size,
             "prior": self.prior.model_dump(),

@@ -18,6 +18,7 @@ class Head(Protocol):
     """What shapes depend on, of `vllm_eesd.exit_head.config.ExitHeadConfig`."""
 
     head_type: str
+    head_layers: int
     verifier: Any
     transformer_layer_config: dict[str, Any]
     draft_vocab_size: int | None
@@ -60,6 +61,8 @@ def expected_shapes(config: Head) -> dict[str, tuple[int, ...]]:
             for name, shape in shapes.items()
             if name.startswith(read_again)
         }
+        upper = range(config.head_layers - 1)
+        shapes |= {f"upper.{index}.{name}": shape for name, shape in list(shapes.items()) for index in upper}
         shapes["deep.inject.weight"] = (hidden, hidden)
     if config.draft_vocab_size is not None:
         shapes[D2T_NAME] = (config.draft_vocab_size,)

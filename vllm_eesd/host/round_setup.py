@@ -35,7 +35,8 @@ def build_policy_of(
     if like is not None:
         return build_policy(name or eesd.policy, posterior, eesd.seed, args, like.costs, like.calibration)
     # Until measured: a draft step takes its layers' share of a plain step.
-    costs = CostModel((head.exit_layer + (head.head_type != "headless")) / head.verifier.num_hidden_layers)
+    own_layers = 0 if head.head_type == "headless" else head.head_layers
+    costs = CostModel((head.exit_layer + own_layers) / head.verifier.num_hidden_layers)
     calibration = Calibration() if config.head_directory is None else Calibration.load(config.head_directory)
     return build_policy(eesd.policy, posterior, eesd.seed, args, costs, calibration)
 

@@ -111,7 +111,7 @@ class EESDSpeculativeConfig(SpeculativeConfig):
     def compute_hash(self) -> str:
         """Return a hash with all that changes a compiled graph: where the KV fill sits, how large the LM head is."""
         head = self.exit_head
-        layers = f"{head.head_type}-{head.exit_layer}-{head.draft_vocab_size}"
+        layers = f"{head.head_type}-{head.exit_layer}-{head.head_layers}-{head.draft_vocab_size}"
         return f"{super().compute_hash()}-eesd-{layers}-{self.graph_kernels}"
 
     def __repr__(self) -> str:

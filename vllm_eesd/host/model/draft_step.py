@@ -46,7 +46,7 @@ class DraftLayers(nn.Module):
         # Tuples hide the target's modules from this one's parameter list.
         self._target = (target,)
         self._layers = tuple(target.model.layers[:exit_layer])
-        self._with_residual = carries_residual(self._layers[0])
+        self._with_residual = carries_residual(target.model.layers[0])
         # Granite's model scales what it embeds; the other targets' configs have no such field.
         self._embedding_scale = getattr(vllm_config.model_config.hf_text_config, "embedding_multiplier", 1.0)
         self._head = (head,)

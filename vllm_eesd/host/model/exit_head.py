@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -87,6 +88,7 @@ class ExitHead(nn.Module):
         config: the head's.
     Attributes:
         vocabulary: what of the target's vocabulary it drafts from; None is all of it. Set by `load`.
+        attention_names: of the layers whose KV is the head's own, none for a head without.
         reads_target_output: whether `round_context` makes anything of the target's output.
     Source: arXiv 2406.03853, section 3.1 (early-exiting layer).
     """
@@ -96,17 +98,19 @@ class ExitHead(nn.Module):
 
     def __init__(self, vllm_config: VllmConfig, target: nn.Module, config: ExitHeadConfig) -> None:
         super().__init__()
-        layers = target.model.layers
-        # One integer that no target layer has: vLLM orders KV caches by it.
-        prefix = f"eesd_exit.layers.{len(layers)}"
-        pattern, hf_config = layers[config.exit_layer], vllm_config.model_config.hf_text_config
-        unquantised = copy.copy(vllm_config)
-        unquantised.quant_config = None  # the head's own weights are not quantised
-        available = {"vllm_config": unquantised, "config": hf_config, "cache_config": vllm_config.cache_config}
-        self.layer = _build(type(pattern), available | {"quant_config": None, "prefix": prefix})
-        self._with_residual = carries_residual(pattern)
+        hf_config = vllm_config.model_config.hf_text_config
+        self.layer = _new_layer(vllm_config, target, 0)
+        self._with_residual = carries_residual(self.layer)
         self.norm = RMSNorm(hf_config.hidden_size, eps=hf_config.rms_norm_eps)
-        self.attention_name: str | None = f"{prefix}.self_attn.attn"
+
+    @property
+    def decoder_layers(self) -> tuple[nn.Module, ...]:
+        """The layers with KV of their own, in the order they run."""
+        return (self.layer,)
+
+    @property
+    def attention_names(self) -> tuple[str, ...]:
+        return tuple(layer.self_attn.attn.layer_name for layer in self.decoder_layers)
 
     @classmethod
     def load(cls, vllm_config: VllmConfig, target: nn.Module, config: ExitHeadConfig, directory: str) -> ExitHead:
@@ -160,74 +164,79 @@ class ExitHead(nn.Module):
         # The sum is a new tensor: RMSNorm(x, residual) would write into the target's residual stream.
         qkv, _ = attention.qkv_proj(self.layer.input_layernorm(summed(hidden_states, residual)))
         query, key, value = qkv.split([attention.q_size, attention.kv_size, attention.kv_size], dim=-1)
-        self._fill(positions, hidden_states, query, key, value)
+        _fill(attention, positions, hidden_states, query, key, value)
 
     def fill_by(self, fill: Callable[..., None]) -> None:
         """Have the KV fill done by `fill`, called as `write_kv` is, with keys as the projection left them.
 
-        To be called before anything is compiled.
+        To be called before anything is compiled. `fill` is also given `layer`, the attention module it fills for.
         """
-        self.layer.self_attn.attn.eesd_fill = fill
+        for layer in self.decoder_layers:
+            layer.self_attn.attn.eesd_fill = functools.partial(fill, layer=layer.self_attn)
 
-    def _fill(
-        self,
-        positions: torch.Tensor,
-        read_later: torch.Tensor,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-    ) -> None:
-        """Norm and rotate the keys as the layer's attention does, and write; the rotary embedding wants a query too."""
-        attention = self.layer.self_attn
-        if not hasattr(attention.attn, "eesd_fill"):
-            if hasattr(attention, "k_norm"):  # Qwen3
-                key = attention.k_norm(key.view(-1, attention.num_kv_heads, attention.head_dim)).view(key.shape)
-            _, key = attention.rotary_emb(positions, query, key)
-        torch.ops.eesd.kv_fill(read_later, key, value, positions, self.attention_name)
+
+class DeepLayer(nn.Module):
+    """A decoder layer above another one, and the projection of what its KV of verified tokens comes from.
+
+    Args:
+        index: of the head's layers, from 0.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, target: nn.Module, index: int) -> None:
+        super().__init__()
+        self.layer = _new_layer(vllm_config, target, index)
+        self.kv_proj = _kv_projection(self.layer.self_attn, vllm_config)
 
 
 class DeepContextHead(ExitHead):
     """An exit head whose KV of verified tokens comes from the target's last hidden state, by a second projection.
 
-    Drafting writes KV from h_N; verification then overwrites it. The normed output that
-    produced the round's input token is also added, projected, to the layer's input in every step of the round.
+    Drafting writes KV from a layer's own input; verification then overwrites it. The normed output that
+    produced the round's input token is also added, projected, to the first layer's input in every step of the round.
     """
 
     reads_target_output = True
 
     def __init__(self, vllm_config: VllmConfig, target: nn.Module, config: ExitHeadConfig) -> None:
         super().__init__(vllm_config, target, config)
-        attention, hidden_size = self.layer.self_attn, vllm_config.model_config.hf_text_config.hidden_size
-        # The layer's own projection without queries: where there are more ranks than KV heads, several hold one head.
-        self.kv_proj = QKVParallelLinear(
-            hidden_size,
-            attention.head_dim,
-            total_num_heads=0,
-            total_num_kv_heads=attention.total_num_kv_heads,
-            bias=attention.qkv_proj.bias is not None,
-            prefix="eesd_exit.kv_proj",
-        )
+        hidden_size = vllm_config.model_config.hf_text_config.hidden_size
+        self.kv_proj = _kv_projection(self.layer.self_attn, vllm_config)
         self.inject = ReplicatedLinear(hidden_size, hidden_size, bias=False, prefix="eesd_exit.inject")
+        self.upper = nn.ModuleList(DeepLayer(vllm_config, target, index) for index in range(1, config.head_layers))
+
+    @property
+    def decoder_layers(self) -> tuple[nn.Module, ...]:
+        return (self.layer, *(upper.layer for upper in self.upper))
 
     def load_tensors(self, tensors: dict[str, torch.Tensor], mapper: WeightsMapper) -> None:
-        super().load_tensors({name: t for name, t in tensors.items() if not name.startswith("deep.")}, mapper)
+        super().load_tensors({name: t for name, t in tensors.items() if "deep" not in name.split(".")}, mapper)
         for name, tensor in tensors.items():
             match name.split("."):
                 case ["deep", "inject", _]:
                     self.inject.weight_loader(self.inject.weight, tensor)
-                case ["deep", "k_proj" | "v_proj" as projection, parameter]:
-                    self.kv_proj.weight_loader(getattr(self.kv_proj, parameter), tensor, projection[0])
+                case [*above, "deep", "k_proj" | "v_proj" as projection, parameter]:
+                    kv_proj = self.get_submodule(".".join([*above, "kv_proj"]))
+                    kv_proj.weight_loader(getattr(kv_proj, parameter), tensor, projection[0])
 
     def hook_kv_fill(self, target: nn.Module, exit_layer: int) -> None:
-        """Make every forward of the target fill the exit layer's KV just after its last layer ran."""
+        """Make every forward of the target fill the exit layers' KV just after its last layer ran."""
 
         def fill(_layer: nn.Module, args: tuple[torch.Tensor, ...], output: tuple | torch.Tensor) -> None:
             hidden_states, residual = output if self._with_residual else (output, None)
             # A new tensor again, and the final norm a second time: its result is out of reach of a hook.
-            key, value = self.kv_proj(target.model.norm(summed(hidden_states, residual)))[0].chunk(2, dim=-1)
-            self._fill(args[0], hidden_states, torch.zeros_like(key), key.contiguous(), value.contiguous())
+            normed = target.model.norm(summed(hidden_states, residual))
+            for filled in (self, *self.upper):
+                key, value = filled.kv_proj(normed)[0].chunk(2, dim=-1)
+                written = torch.zeros_like(key), key.contiguous(), value.contiguous()
+                _fill(filled.layer.self_attn, args[0], hidden_states, *written)
 
         target.model.layers[-1].register_forward_hook(fill)
+
+    def forward(self, positions: torch.Tensor, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        residual = None
+        for layer in self.decoder_layers:
+            hidden_states, residual = run_layer(layer, self._with_residual, positions, hidden_states, residual)
+        return hidden_states, residual
 
     def round_context(self, target_hidden_states: torch.Tensor) -> torch.Tensor:
         return self.inject(target_hidden_states)[0]
@@ -250,8 +259,11 @@ class MlpHead(ExitHead):
         }
         self.mlp = _build(type(target.model.layers[config.exit_layer].mlp), available)
         self.norm = RMSNorm(hf_config.hidden_size, eps=hf_config.rms_norm_eps)
-        self.attention_name = None
         self._share = getattr(hf_config, "residual_multiplier", 1.0)  # Granite has one
+
+    @property
+    def decoder_layers(self) -> tuple[nn.Module, ...]:
+        return ()
 
     def hook_kv_fill(self, target: nn.Module, exit_layer: int) -> None:
         """Nothing to fill."""
@@ -274,12 +286,56 @@ def load_head(
     Args:
         directory: of the head's weights, None where it has none.
     """
-    logger.info("EESD drafts with layers 0..%d and a %s exit head", config.exit_layer - 1, config.head_type)
+    parts = config.exit_layer, config.head_type, config.head_layers
+    logger.info("EESD drafts with the target's first %d layers and a %s exit head of %d", *parts)
     if directory is None:
         return None
     head = HEAD_CLASSES[config.head_type].load(vllm_config, target, config, directory)
     head.hook_kv_fill(target, config.exit_layer)
     return head
+
+
+def _fill(
+    attention: nn.Module,
+    positions: torch.Tensor,
+    read_later: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+) -> None:
+    """Norm and rotate the keys as a layer's attention does, and write; the rotary embedding wants a query too."""
+    if not hasattr(attention.attn, "eesd_fill"):
+        if hasattr(attention, "k_norm"):  # Qwen3
+            key = attention.k_norm(key.view(-1, attention.num_kv_heads, attention.head_dim)).view(key.shape)
+        _, key = attention.rotary_emb(positions, query, key)
+    torch.ops.eesd.kv_fill(read_later, key, value, positions, attention.attn.layer_name)
+
+
+def _kv_projection(attention: nn.Module, vllm_config: VllmConfig) -> QKVParallelLinear:
+    """Return a layer's projection without queries: where there are more ranks than KV heads, several hold one head."""
+    return QKVParallelLinear(
+        vllm_config.model_config.hf_text_config.hidden_size,
+        attention.head_dim,
+        total_num_heads=0,
+        total_num_kv_heads=attention.total_num_kv_heads,
+        bias=attention.qkv_proj.bias is not None,
+        prefix="eesd_exit.kv_proj",
+    )
+
+
+def _new_layer(vllm_config: VllmConfig, target: nn.Module, index: int) -> nn.Module:
+    """Return a decoder layer of the target's own kind, not quantised, as the head's layer `index`."""
+    unquantised = copy.copy(vllm_config)
+    unquantised.quant_config = None
+    available = {
+        "vllm_config": unquantised,
+        "config": vllm_config.model_config.hf_text_config,
+        "cache_config": vllm_config.cache_config,
+        "quant_config": None,
+        # One integer that no target layer has: vLLM orders KV caches by it.
+        "prefix": f"eesd_exit.layers.{len(target.model.layers) + index}",
+    }
+    return _build(type(target.model.layers[-1]), available)
 
 
 def _build(module_class: type[nn.Module], available: dict[str, object]) -> nn.Module:

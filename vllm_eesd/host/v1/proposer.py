@@ -87,8 +87,8 @@ class EarlyExitProposer:
         with set_model_tag("eesd_draft"):
             self._step = DraftStep(vllm_config=self.vllm_config, target=target, exit_layer=config.exit_layer, head=head)
         self._layer_names = [layer.self_attn.attn.layer_name for layer in target.model.layers[: config.exit_layer]]
-        if head is not None and head.attention_name is not None:
-            self._layer_names.append(head.attention_name)
+        if head is not None:
+            self._layer_names += head.attention_names
         compile_draft_step(self._step, self.vllm_config, torch.device("cpu"))
 
     def profile_costs(self, runner: GPUModelRunner) -> None:

@@ -6,7 +6,6 @@ time for twice. So it is timed against less, one pass over the keys and the writ
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -113,7 +112,7 @@ def use_kv_fill(head: ExitHead | None, vllm_config: VllmConfig, timer: Timer | N
     Returns:
         Whether it is.
     """
-    if timer is None or head is None or head.attention_name is None:
+    if timer is None or head is None or not head.attention_names:
         return False
     if obstacle := kv_fill_obstacle(head):
         kernel_choice.log_not_used("kv_fill", obstacle)
@@ -123,7 +122,7 @@ def use_kv_fill(head: ExitHead | None, vllm_config: VllmConfig, timer: Timer | N
     layer, dtype = head.layer.self_attn, vllm_config.model_config.dtype
     wins = bool(kernel_choice.decide("kv_fill", sizes, lambda size: _time(layer, dtype, timer, size), everywhere=True))
     if wins:
-        head.fill_by(functools.partial(fill_by_kernel, layer=layer))
+        head.fill_by(fill_by_kernel)
     return wins
 
 
