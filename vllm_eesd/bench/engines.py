@@ -8,8 +8,10 @@ import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,6 +39,8 @@ SUFFIX = {"method": "suffix", "suffix_decoding_max_cached_requests": 0}
 TRAINED_PEERS, PEER_DRAFT_LENGTH = ("draft_model", "eagle"), 4
 #: Room after the last token: a round near max_model_len is cut short, and that is not what is measured.
 SPARE_TOKENS = 64
+#: Engines that are started side by side, and the time after which the first of them was not refused.
+STARTED_AT_ONCE, HEAD_START_S = 2, 3.0
 #: The last line of a traceback, after a log prefix or at the start of a line.
 ERROR_LINE = re.compile(r"(?:^|\] )([\w.]*(?:Error|Exception)(?:: .+)?)$", re.MULTILINE)
 
@@ -204,24 +208,50 @@ def running_engines(
     log, engines = Path(name), {}
     with ExitStack() as stack:
         # eesd first: if its head or its settings are refused, the others need not be started.
-        for number, method in enumerate(sorted(methods, key=lambda m: m not in OURS), 1):
-            progress(f"starting vLLM for {method} ({number} of {len(methods)}): loading, compiling")
-            try:
-                with _output_to(log):
-                    arguments = settings.method_arguments(method)
-                    llm = start_engine(settings, max_model_len, len(methods), **arguments)
-            except Exception as error:
+        waiting = sorted(methods, key=lambda method: method not in OURS)
+        start = partial(start_engine, settings, max_model_len, len(methods))
+        for first in range(0, len(waiting), STARTED_AT_ONCE):
+            some = {method: settings.method_arguments(method) for method in waiting[first : first + STARTED_AT_ONCE]}
+            last = first + len(some)
+            progress(f"starting vLLM for {' and '.join(some)} ({last} of {len(waiting)}): loading, compiling")
+            with _output_to(log):
+                outcomes = _start_together(start, some)
+            failed = {method: error for method, error in outcomes.items() if isinstance(error, Exception)}
+            for method in outcomes.keys() - failed.keys():
+                engines[method] = VllmEngine(outcomes[method], method in OURS, settings.temperature)
+                stack.callback(engines[method].close)
+            for method, error in failed.items():
                 if debugging():
-                    raise
+                    raise error
                 raise ValueError(_complaint(method, error, log)) from error
-            engines[method] = VllmEngine(llm, method in OURS, settings.temperature)
-            stack.callback(engines[method].close)
         try:
             yield {method: engines[method] for method in methods}
         except Exception as error:
             error.add_note(f"what the engines printed: {log}")
             raise
     log.unlink()
+
+
+def _start_together(start: Callable[..., Any], arguments: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the engine of each method, or the exception that kept it from starting.
+
+    Most of a start is one process waiting for another, or for a compiler that has one core. A method that is refused
+    at once keeps those after it from being started.
+
+    Args:
+        start: `start_engine`, given all but a method's own arguments.
+        arguments: of each method.
+    """
+    import vllm  # noqa: F401  # in this thread, before the others ask for it
+
+    futures: dict[str, Future[Any]] = {}
+    with ThreadPoolExecutor(len(arguments)) as pool:
+        for method, given in arguments.items():
+            futures[method] = pool.submit(start, **given)
+            refused, _ = wait(futures.values(), HEAD_START_S, FIRST_EXCEPTION)
+            if any(future.exception() for future in refused):
+                break
+    return {method: future.exception() or future.result() for method, future in futures.items()}
 
 
 def start_engine(settings: EngineSettings, max_model_len: int, num_engines: int = 1, **arguments: Any) -> Any:

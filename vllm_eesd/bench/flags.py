@@ -11,7 +11,7 @@ def demo(parser: argparse.ArgumentParser) -> None:
     """Flags of `vllm_eesd.bench.demo`."""
     target(parser, required=False, default="the embedded models/eesd-code-10m")
     drafting(parser)
-    parser.add_argument("--max-tokens", type=positive, default=256, metavar="T", help="new tokens a prompt")
+    parser.add_argument("--max-tokens", type=positive, default=128, metavar="T", help="new tokens a prompt")
     parser.add_argument("--prompts", metavar="FILE", help="JSONL with a `prompt` a line; default: held-out code")
     parser.add_argument("--json", default="build/demo.json", metavar="FILE", help="results")
     parser.add_argument("--no-color", action="store_true", help="mark drafted tokens without colours")

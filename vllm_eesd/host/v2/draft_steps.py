@@ -144,11 +144,10 @@ class DraftSteps(DraftModelSpeculator):
             self.temperature.copy_(temperature)
             self.seeds.copy_(seeds)
         blocks = self.block_tables
-        if dummy_run or blocks is None:
-            num_blocks, block_size = self._no_blocks, 1
-        else:
-            num_blocks = blocks.num_blocks.gpu[self._kv_group]
-            block_size = blocks.block_sizes[self._kv_group]
+        # The block size is passed in dummy runs too: Triton compiles a kernel anew where a number is 1, or divisible
+        # by 16.
+        block_size = 1 if blocks is None else blocks.block_sizes[self._kv_group]
+        num_blocks = self._no_blocks if dummy_run or blocks is None else blocks.num_blocks.gpu[self._kv_group]
         prepare_draft_inputs(self._inputs, step.outputs(), num_blocks, block_size, self.max_model_len)
         if self._round_context is not None:
             rows = step.last_hidden_states[self._inputs.last_rows[: step.num_reqs]]
