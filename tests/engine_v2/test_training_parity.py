@@ -1,0 +1,65 @@
+"""A head of several layers drafts on Model Runner V2 what training computes; V1's tests have the other heads."""
+
+import importlib.util
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from vllm_eesd.traces.read import read as read_rounds
+
+_path = Path(__file__).parents[1] / "engine_v1" / "test_training_parity.py"
+_spec = importlib.util.spec_from_file_location("parity_on_v1", _path)
+parity = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(parity)
+
+K, MAX_TOKENS = 4, 14
+#: Prompts come in chunks; blocks of 32 slots.
+OPTIONS = {"max_num_batched_tokens": 48, "async_scheduling": True}
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    generator = np.random.default_rng(1)
+    return [generator.integers(0, 512, n).tolist() for n in (5, 33, 64, 3)]
+
+
+def drafted_and_compared(engine, greedy, runner_of, target_directory, prompts, head_directory, trace):
+    """Return (outputs, rounds) as `count_mismatches` takes them: each output ends where its known rounds do."""
+    spec = {"method": "eesd", "num_speculative_tokens": K, "policy": "fixed", "model": head_directory}
+    with engine(target_directory, spec | {"policy_args": {"trace_file": str(trace)}}, **OPTIONS) as llm:
+        answers = greedy(llm, prompts, max_tokens=MAX_TOKENS)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        runner_of(llm).speculator.rounds.round_trace._flush()
+    rounds, emitted = [], {}
+    for record in read_rounds(trace):
+        rounds.append(record | {"request_id": record["request"]})
+        emitted.setdefault(record["request"], []).extend(record["emitted"])
+    outputs = []
+    for answer in answers:
+        (known,) = [e for e in emitted.values() if all(a == b for a, b in zip(e, answer[1:], strict=False))]
+        outputs.append((answer[0], *known))
+    return outputs, rounds
+
+
+def test_every_layer_is_filled(engine, greedy, runner_of, random_target, prompts, tmp_path, monkeypatch):
+    """What is drafted with two layers is what training computes; with the upper one not filled, it is not."""
+    from vllm_eesd.host.model import exit_head
+
+    directory, target, head = parity.write_new_head(random_target, tmp_path / "head", "deep_context", head_layers=2)
+    given = engine, greedy, runner_of, random_target, prompts, directory
+    outputs, rounds = drafted_and_compared(*given, tmp_path / "filled.jsonl")
+    compared, mismatches = parity.count_mismatches(target, head, prompts, outputs, rounds)
+    assert compared > 100 and mismatches == 0
+    fill = exit_head._fill
+
+    def fill_the_first(attention, *args):
+        if ".8." in attention.attn.layer_name:
+            fill(attention, *args)
+
+    monkeypatch.setattr(exit_head, "_fill", fill_the_first)
+    outputs, rounds = drafted_and_compared(*given, tmp_path / "planted.jsonl")
+    compared, mismatches = parity.count_mismatches(target, head, prompts, outputs, rounds)
+    assert mismatches > 0.1 * compared
