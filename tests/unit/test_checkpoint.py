@@ -210,6 +210,15 @@ def test_tensors_of_an_mlp_head():
     }
 
 
+def test_tensors_of_several_layers():
+    """Each layer above the first has what that one has, but the injection; 1 is what a config without the field says."""
+    one = expected_shapes(make_config(head_type="deep_context"))
+    upper = {name: shape for name, shape in one.items() if name not in ("deep.inject.weight", "norm.weight")}
+    expected = one | {f"upper.{index}.{name}": shape for index in (0, 1) for name, shape in upper.items()}
+    assert expected_shapes(make_config(head_type="deep_context", head_layers=3)) == expected
+    assert make_config().head_layers == 1
+
+
 def test_tensors_of_a_layer_with_experts():
     shapes = expected_shapes(make_config(transformer_layer_config=MOE_CONFIG))
     mlp = {name: shape for name, shape in shapes.items() if ".mlp." in name}
