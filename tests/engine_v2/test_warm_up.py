@@ -83,15 +83,18 @@ def test_kernels_are_compiled_before_the_worker_warms_up_and_costs_timed_after()
     """At the end of its warm-up vLLM's worker begins to report, or to refuse, whatever is compiled later."""
     from types import SimpleNamespace
 
-    from vllm_eesd.host.v2.seams import _wrap_compile_or_warm_up_model
+    from vllm_eesd.host.v2.seams import compile_or_warm_up_model
 
     calls = []
     speculator = SimpleNamespace(
         warm_up=lambda runner: calls.append("compile"), profile_costs=lambda runner: calls.append("time")
     )
     runner = SimpleNamespace(req_states=SimpleNamespace(eesd_speculator=lambda: speculator))
-    wrapped = _wrap_compile_or_warm_up_model(lambda worker: calls.append("vLLM's warm-up") or "times")
-    assert wrapped(SimpleNamespace(model_runner=runner)) == "times"
+
+    def warm_up(worker):
+        return compile_or_warm_up_model(lambda worker: calls.append("vLLM's warm-up") or "times", worker)
+
+    assert warm_up(SimpleNamespace(model_runner=runner)) == "times"
     assert calls == ["compile", "vLLM's warm-up", "time"]
-    assert wrapped(SimpleNamespace(model_runner=SimpleNamespace())) == "times"  # Model Runner V1's
+    assert warm_up(SimpleNamespace(model_runner=SimpleNamespace())) == "times"  # Model Runner V1's
     assert len(calls) == 4

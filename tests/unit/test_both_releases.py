@@ -1,5 +1,6 @@
 """Each place where vLLM 0.32 and 0.33 differ for EESD, against objects of either's shape."""
 
+import functools
 from types import SimpleNamespace
 
 import pytest
@@ -32,15 +33,15 @@ def test_costs_are_profiled_on_the_right_side_of_vllms_warm_up(attribute, expect
 
     runner = SimpleNamespace(drafter=None, speculator=None)
     setattr(runner, attribute, Drafter(order))
-    compile_or_warm_up_model = engine_seams._wrap_compile_or_warm_up_model(original)
-    assert compile_or_warm_up_model(SimpleNamespace(model_runner=runner)) == "times"
+    worker = SimpleNamespace(model_runner=runner)
+    assert engine_seams.compile_or_warm_up_model(original, worker) == "times"
     assert order == expected
 
 
 @pytest.mark.parametrize("drafter", [None, object()], ids=["no drafter", "a drafter of vLLM's"])
 def test_other_workers_are_warmed_up_as_ever(drafter):
     worker = SimpleNamespace(model_runner=SimpleNamespace(drafter=drafter))
-    assert engine_seams._wrap_compile_or_warm_up_model(lambda self: self)(worker) is worker
+    assert engine_seams.compile_or_warm_up_model(lambda self: self, worker) is worker
 
 
 @pytest.mark.parametrize("more", [{}, {"fly_window_size": None, "fly_entropy_threshold": None, "fly_entropy_top_k": 3}])
@@ -56,8 +57,8 @@ def test_rejection_sample_is_handed_all_it_is_called_with(more, drafts):
     cu_num_draft_tokens = torch.tensor([2])
     args = torch.zeros(2, 8), torch.tensor([[5]]), object()
     kwargs = {"synthetic_mode": False, "use_fp64_gumbel": True} | more
-    v1_seams._wrap_rejection_sample(rejection_sample)(
-        torch.tensor(drafts), [2], 2, cu_num_draft_tokens, None, *args, **kwargs
+    v1_seams.rejection_sample(
+        rejection_sample, torch.tensor(drafts), [2], 2, cu_num_draft_tokens, None, *args, **kwargs
     )
     assert given == [(args, kwargs)]
 
@@ -83,7 +84,7 @@ def manager_of_33(
 )
 def test_the_factory_of_verification_managers_may_be_told_more(monkeypatch, original, more):
     monkeypatch.setattr("vllm_eesd.host.v2.seams._speculator_of", lambda states: states)
-    wrapped = v2_seams._wrap_create_verification_manager(original)
+    wrapped = functools.partial(v2_seams.maybe_create_adaptive_verification_manager, original)
     common = {"query_start_loc": "locations", "vllm_config": None, "attn_groups": [], **more}
     speculator = SimpleNamespace(ragged_verification=lambda locations, groups, layers: ("EESD's", locations))
     assert wrapped(req_states=speculator, **common) == ("EESD's", "locations")

@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import functools
 import importlib
 import inspect
 import re
@@ -221,6 +222,6 @@ def test_a_worker_can_start_where_numba_was_used():
 
 def test_a_pipeline_rank_without_a_drafter_prepares_its_inputs_as_before():
     """vLLM makes a drafter on the last rank only; ngram on two ranks must not notice that this plugin is installed."""
-    prepare = v1_seams._wrap_calc_spec_decode_metadata(lambda self, *args: args)
+    prepare = functools.partial(v1_seams._calc_spec_decode_metadata, lambda self, *args: args)
     nothing_drafted, cu_num_tokens = np.zeros(2, dtype=np.int32), np.array([3, 5], dtype=np.int32)
     assert prepare(SimpleNamespace(), nothing_drafted, cu_num_tokens) == (nothing_drafted, cu_num_tokens)

@@ -66,15 +66,12 @@ class DraftCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         published = dict(self._published())
-        for name, text in COUNTERS.items():
-            family = CounterMetricFamily(f"eesd:{name}", text, labels=["engine"])
+        families = [(CounterMetricFamily, name, text) for name, text in COUNTERS.items()]
+        for kind, name, text in (*families, (GaugeMetricFamily, OFF, OFF_HELP)):
+            family = kind(f"eesd:{name}", text, labels=["engine"])
             for engine, figures in published.items():
                 family.add_metric([engine], figures[name])
             yield family
-        family = GaugeMetricFamily(f"eesd:{OFF}", OFF_HELP, labels=["engine"])
-        for engine, figures in published.items():
-            family.add_metric([engine], int(figures[OFF]))
-        yield family
         family = CounterMetricFamily(f"eesd:{LENGTHS}", LENGTHS_HELP, labels=["engine", "length"])
         for engine, figures in published.items():
             for length, rounds in enumerate(figures[LENGTHS]):

@@ -12,34 +12,32 @@ from collections.abc import Sequence
 
 from vllm_eesd.host import engine_seams, seams
 from vllm_eesd.host.environment import read_platform, read_runner
-from vllm_eesd.host.seams import Function, Seam, SeamStatus
+from vllm_eesd.host.seams import Seam, SeamStatus
 from vllm_eesd.host.v1 import seams as v1_seams
 from vllm_eesd.host.v2 import seams as v2_seams
 
 #: Releases the adapters were written and tested against.
 SUPPORTED_VLLM = ("0.32", "0.33")
+_SEAMS: list[Seam] = []
 
 
-def _wrap_worker_init(original: Function) -> Function:
-    def __init__(self, *args, **kwargs):
-        original(self, *args, **kwargs)
-        config = self.vllm_config.speculative_config
-        if engine_seams.is_eesd_config(config):
-            prepare_worker(config.runner, "V2" if self.use_v2_model_runner else "V1")
-
-    return __init__
-
-
-WORKER_INIT = Seam(
+@seams.seam(
+    _SEAMS,
     target="vllm.v1.worker.gpu_worker:Worker.__init__",
     digests=("c6d617e16f8e2c65", "7b204442e22ca33d"),
-    wrap=_wrap_worker_init,
     why="the model runner's own seams go in where a worker is about to build it for EESD, not in every process",
     retired_by="a registry of speculators that plugins can add to",
 )
+def init_worker(original, self, *args, **kwargs):
+    original(self, *args, **kwargs)
+    config = self.vllm_config.speculative_config
+    if engine_seams.is_eesd_config(config):
+        prepare_worker(config.runner, "V2" if self.use_v2_model_runner else "V1")
+
+
 #: Where seams are installed, in the words of `eesd doctor` and docs/seams.md.
 PLACES: dict[str, Sequence[Seam]] = {
-    "every process": (*engine_seams.SEAMS, WORKER_INIT),
+    "every process": (*engine_seams.SEAMS, *_SEAMS),
     "worker": engine_seams.WORKER_SEAMS,
     "worker, V1": v1_seams.SEAMS,
     "worker, V2": v2_seams.SEAMS,
@@ -90,8 +88,8 @@ def refuse(cause: str) -> None:
     )
     log = logging.getLogger("vllm.eesd").warning
     log(engine_seams.refusal)
-    # Where not even the place to say so exists, the warning must do.
-    seams.install_on_import(engine_seams.SIGNPOST, otherwise=lambda reason: log("eesd: %s", reason))
+    # The place where EESD is asked for; where not even that exists, the warning must do.
+    seams.install_on_import(engine_seams.SEAMS[0], otherwise=lambda reason: log("eesd: %s", reason))
 
 
 def prepare_worker(expected: str, actual: str) -> None:

@@ -30,7 +30,7 @@ class Seam:
         target: "package.module:Class.attribute" or "package.module:function".
         digests: of the source this wrapper was written against, one per vLLM release that differs; see
             `vllm_source.digest_of_lines`.
-        wrap: gets the original function, returns its replacement.
+        instead: what is called in the function's place: with the function itself, then with its arguments.
         why: what would not work without it.
         retired_by: what upstream change would make it unnecessary.
         upstream: the issue or pull request of vLLM that is about it, as "vllm#1"; "" where none is known.
@@ -39,7 +39,7 @@ class Seam:
 
     target: str
     digests: tuple[str, ...]
-    wrap: Callable[[Function], Function]
+    instead: Function
     why: str
     retired_by: str
     upstream: str = ""
@@ -58,6 +58,16 @@ class Seam:
     def is_for(self, platform: str) -> bool:
         """Return whether it is installed on that platform."""
         return self.platform in ("any", platform)
+
+
+def seam(records: list[Seam], **described: Any) -> Callable[[Function], Function]:
+    """Return a decorator that adds a `Seam`, `described` by its other attributes, whose `instead` is the function."""
+
+    def add(instead: Function) -> Function:
+        records.append(Seam(instead=instead, **described))
+        return instead
+
+    return add
 
 
 @dataclass(frozen=True)
@@ -168,7 +178,11 @@ def _wrap(seam: Seam, module: ModuleType) -> None:
         original = _function_of(raw)
         if hasattr(original, _MARK):
             return
-        wrapper = functools.wraps(original)(seam.wrap(original))
+
+        @functools.wraps(original)
+        def wrapper(*args, **kwargs):
+            return seam.instead(original, *args, **kwargs)
+
         setattr(wrapper, _MARK, original)
         setattr(owner, attribute, _rewrapped(raw, wrapper))
 

@@ -9,7 +9,7 @@ import torch
 
 from vllm_eesd.host.adapters import without_adapters
 from vllm_eesd.host.compat import create_forward_context, override_forward_context
-from vllm_eesd.host.cost_profile import Job, profile, timed
+from vllm_eesd.host.cost_profile import profile, timed
 from vllm_eesd.host.model.draft_step import DraftStep
 from vllm_eesd.policy import CostModel
 
@@ -27,12 +27,13 @@ def profile_costs(runner: GPUModelRunner, step: DraftStep, costs: CostModel) -> 
         runner: vLLM's GPUModelRunner, its model compiled.
         step: the compiled draft step.
     """
-    longest = runner.num_spec_tokens
-
-    def forward(num_tokens: int) -> Job:
-        return timed(forward_call(runner, num_tokens))
-
-    profile(runner, longest, forward, lambda num_rows: timed(draft_call(runner, step, num_rows)), costs)
+    profile(
+        runner,
+        runner.num_spec_tokens,
+        lambda num_tokens: timed(forward_call(runner, num_tokens)),
+        lambda num_rows: timed(draft_call(runner, step, num_rows)),
+        costs,
+    )
 
 
 def forward_call(runner: GPUModelRunner, num_tokens: int) -> Callable[[], None]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vllm_eesd.host.seams import Function, Seam
+from vllm_eesd.host.seams import Seam, seam
 
 if TYPE_CHECKING:
     from vllm_eesd.host.v1.proposer import EarlyExitProposer
 
 #: What a worker sends instead of drafts where no request has any.
 NO_DRAFTS = ()
+SEAMS: list[Seam] = []
 
 
 def _drafter_of(runner: object) -> EarlyExitProposer | None:
@@ -19,122 +20,100 @@ def _drafter_of(runner: object) -> EarlyExitProposer | None:
     return drafter if hasattr(drafter, "propose_round") else None
 
 
-def _wrap_propose_draft_token_ids(original: Function) -> Function:
-    def propose_draft_token_ids(self, *args, **kwargs):
-        drafter = _drafter_of(self)
-        if drafter is None:
-            return original(self, *args, **kwargs)
-        scheduler_output, sampled_token_ids, _, _, sample_hidden_states, *_ = args
-        return drafter.propose_round(self, scheduler_output, sampled_token_ids, sample_hidden_states)
-
-    return propose_draft_token_ids
-
-
-def _wrap_sample(original: Function) -> Function:
-    def _sample(self, logits, spec_decode_metadata):
-        drafter = _drafter_of(self)
-        if spec_decode_metadata is None or drafter is None:
-            return original(self, logits, spec_decode_metadata)
-        from vllm_eesd.host.v1.verification import sample
-
-        return sample(self, original, logits, spec_decode_metadata, drafter.sampling)
-
-    return _sample
-
-
-def _wrap_calc_spec_decode_metadata(original: Function) -> Function:
-    def _calc_spec_decode_metadata(self, num_draft_tokens, cu_num_scheduled_tokens):
-        if num_draft_tokens.any() or _drafter_of(self) is None:
-            return original(self, num_draft_tokens, cu_num_scheduled_tokens)
-        from vllm_eesd.host.v1.verification import nothing_to_verify
-
-        return nothing_to_verify(cu_num_scheduled_tokens)
-
-    return _calc_spec_decode_metadata
-
-
-def _wrap_expand_batch_to_tokens(original: Function) -> Function:
-    def expand_batch_to_tokens(x, cu_num_tokens, num_tokens, replace_from=0, replace_to=0):
-        if not x.is_cpu:
-            return original(x, cu_num_tokens, num_tokens, replace_from, replace_to)
-        per_request = cu_num_tokens.diff(prepend=cu_num_tokens.new_zeros(1))
-        return x.masked_fill(x == replace_from, replace_to).repeat_interleave(per_request, output_size=num_tokens)
-
-    return expand_batch_to_tokens
-
-
-def _wrap_rejection_sample(original: Function) -> Function:
-    def rejection_sample(draft_token_ids, *args, **kwargs):
-        if not draft_token_ids.is_cpu:
-            return original(draft_token_ids, *args, **kwargs)
-        from vllm_eesd.host.v1.verification import reject_placeholders
-
-        return reject_placeholders(original, draft_token_ids, *args, **kwargs)
-
-    return rejection_sample
-
-
-def _wrap_worker_sample_tokens(original: Function) -> Function:
-    def sample_tokens(self, *args, **kwargs):
-        output = original(self, *args, **kwargs)
-        if _drafter_of(self.model_runner) is not None and output is not None:
-            drafts = self.model_runner.take_draft_token_ids()
-            # Empty drafts need not travel: the scheduler empties a request's when it schedules them.
-            output.eesd_drafts = drafts if drafts is None or any(drafts.draft_token_ids) else NO_DRAFTS
-        return output
-
-    return sample_tokens
-
-
-SEAMS = (
-    Seam(
-        target="vllm.v1.worker.gpu_model_runner:GPUModelRunner.propose_draft_token_ids",
-        digests=("023963a7816b535d", "75d21dfa620c0bec"),
-        wrap=_wrap_propose_draft_token_ids,
-        why="a custom_class proposer is given token ids only; drafting needs the block table and the requests",
-        retired_by="the runner passing itself to custom proposers",
-        upstream="vllm#36219, vllm#39487",
-        platform="cpu",
-    ),
-    Seam(
-        target="vllm.v1.worker.gpu_model_runner:GPUModelRunner._sample",
-        digests=("0e5d07b1a03ebda7",),
-        wrap=_wrap_sample,
-        why="the rejection sampler costs several plain samplers on a CPU; without drafts (it fails with top-k) or with "
-        "a temperature alone EESD samples",
-        retired_by="the rejection sampler costing little more than the sampler, and left out when a step has no drafts",
-        platform="cpu",
-    ),
-    Seam(
-        target="vllm.v1.worker.gpu_model_runner:GPUModelRunner._calc_spec_decode_metadata",
-        digests=("57820ad4a011ede9",),
-        wrap=_wrap_calc_spec_decode_metadata,
-        why="a step without drafts shall cost what a plain one costs: there is nothing to work out for it",
-        retired_by="the runner leaving the metadata out when a step has no drafts",
-        platform="cpu",
-    ),
-    Seam(
-        target="vllm.v1.sample.rejection_sampler:expand_batch_to_tokens",
-        digests=("8fcf791699dae7a4",),
-        wrap=_wrap_expand_batch_to_tokens,
-        why="on a CPU 0.32 writes temperature, top-k and top-p of drafted rows into a copy: sampling uses stray memory",
-        retired_by="_expand_kernel_impl in vllm/utils/cpu_triton_utils.py copying its result back",
-        platform="cpu",
-    ),
-    Seam(
-        target="vllm.v1.sample.rejection_sampler:rejection_sample",
-        digests=("54d0b63f8ee6c0a5", "a317d672313b9107"),
-        wrap=_wrap_rejection_sample,
-        why="on a CPU 0.32 accepts placeholder drafts (-1) by stray memory: a request joining with one token is biased",
-        retired_by="rejection_random_sample_kernel_impl in vLLM's CPU kernels rejecting negative draft tokens",
-        platform="cpu",
-    ),
-    Seam(
-        target="vllm.v1.worker.gpu_worker:Worker.sample_tokens",
-        digests=("123955ae688517c8",),
-        wrap=_wrap_worker_sample_tokens,
-        why="drafts travel with the step's output; fetching them is a message more, 5% of a small model's step",
-        retired_by="ModelRunnerOutput carrying draft tokens",
-        platform="cpu",
-    ),
+@seam(
+    SEAMS,
+    target="vllm.v1.worker.gpu_model_runner:GPUModelRunner.propose_draft_token_ids",
+    digests=("023963a7816b535d", "75d21dfa620c0bec"),
+    why="a custom_class proposer is given token ids only; drafting needs the block table and the requests",
+    retired_by="the runner passing itself to custom proposers",
+    upstream="vllm#36219, vllm#39487",
+    platform="cpu",
 )
+def propose_draft_token_ids(original, self, *args, **kwargs):
+    drafter = _drafter_of(self)
+    if drafter is None:
+        return original(self, *args, **kwargs)
+    scheduler_output, sampled_token_ids, _, _, sample_hidden_states, *_ = args
+    return drafter.propose_round(self, scheduler_output, sampled_token_ids, sample_hidden_states)
+
+
+@seam(
+    SEAMS,
+    target="vllm.v1.worker.gpu_model_runner:GPUModelRunner._sample",
+    digests=("0e5d07b1a03ebda7",),
+    why="the rejection sampler costs several plain samplers on a CPU; without drafts (it fails with top-k) or with "
+    "a temperature alone EESD samples",
+    retired_by="the rejection sampler costing little more than the sampler, and left out when a step has no drafts",
+    platform="cpu",
+)
+def _sample(original, self, logits, spec_decode_metadata):
+    drafter = _drafter_of(self)
+    if spec_decode_metadata is None or drafter is None:
+        return original(self, logits, spec_decode_metadata)
+    from vllm_eesd.host.v1.verification import sample
+
+    return sample(self, original, logits, spec_decode_metadata, drafter.sampling)
+
+
+@seam(
+    SEAMS,
+    target="vllm.v1.worker.gpu_model_runner:GPUModelRunner._calc_spec_decode_metadata",
+    digests=("57820ad4a011ede9",),
+    why="a step without drafts shall cost what a plain one costs: there is nothing to work out for it",
+    retired_by="the runner leaving the metadata out when a step has no drafts",
+    platform="cpu",
+)
+def _calc_spec_decode_metadata(original, self, num_draft_tokens, cu_num_scheduled_tokens):
+    if num_draft_tokens.any() or _drafter_of(self) is None:
+        return original(self, num_draft_tokens, cu_num_scheduled_tokens)
+    from vllm_eesd.host.v1.verification import nothing_to_verify
+
+    return nothing_to_verify(cu_num_scheduled_tokens)
+
+
+@seam(
+    SEAMS,
+    target="vllm.v1.sample.rejection_sampler:expand_batch_to_tokens",
+    digests=("8fcf791699dae7a4",),
+    why="on a CPU 0.32 writes temperature, top-k and top-p of drafted rows into a copy: sampling uses stray memory",
+    retired_by="_expand_kernel_impl in vllm/utils/cpu_triton_utils.py copying its result back",
+    platform="cpu",
+)
+def expand_batch_to_tokens(original, x, cu_num_tokens, num_tokens, replace_from=0, replace_to=0):
+    if not x.is_cpu:
+        return original(x, cu_num_tokens, num_tokens, replace_from, replace_to)
+    per_request = cu_num_tokens.diff(prepend=cu_num_tokens.new_zeros(1))
+    return x.masked_fill(x == replace_from, replace_to).repeat_interleave(per_request, output_size=num_tokens)
+
+
+@seam(
+    SEAMS,
+    target="vllm.v1.sample.rejection_sampler:rejection_sample",
+    digests=("54d0b63f8ee6c0a5", "a317d672313b9107"),
+    why="on a CPU 0.32 accepts placeholder drafts (-1) by stray memory: a request joining with one token is biased",
+    retired_by="rejection_random_sample_kernel_impl in vLLM's CPU kernels rejecting negative draft tokens",
+    platform="cpu",
+)
+def rejection_sample(original, draft_token_ids, *args, **kwargs):
+    if not draft_token_ids.is_cpu:
+        return original(draft_token_ids, *args, **kwargs)
+    from vllm_eesd.host.v1.verification import reject_placeholders
+
+    return reject_placeholders(original, draft_token_ids, *args, **kwargs)
+
+
+@seam(
+    SEAMS,
+    target="vllm.v1.worker.gpu_worker:Worker.sample_tokens",
+    digests=("123955ae688517c8",),
+    why="drafts travel with the step's output; fetching them is a message more, 5% of a small model's step",
+    retired_by="ModelRunnerOutput carrying draft tokens",
+    platform="cpu",
+)
+def sample_tokens(original, self, *args, **kwargs):
+    output = original(self, *args, **kwargs)
+    if _drafter_of(self.model_runner) is not None and output is not None:
+        drafts = self.model_runner.take_draft_token_ids()
+        # Empty drafts need not travel: the scheduler empties a request's when it schedules them.
+        output.eesd_drafts = drafts if drafts is None or any(drafts.draft_token_ids) else NO_DRAFTS
+    return output

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING
 
 import torch
@@ -55,10 +54,4 @@ def profile_costs(runner: GPUModelRunner, speculator: DraftSteps, costs: CostMod
         synchronize()
         return speculator.dummy_times.ms(speculator.dummy_times, 0, 1)
 
-    profile(
-        runner,
-        speculator.num_speculative_tokens,
-        lambda num_tokens: functools.partial(forward_ms, num_tokens),
-        lambda num_rows: functools.partial(draft_ms, num_rows),
-        costs,
-    )
+    profile(runner, speculator.num_speculative_tokens, forward_ms, draft_ms, costs)
