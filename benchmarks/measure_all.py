@@ -93,7 +93,7 @@ WORKLOADS |= {
     for name, size in WORKLOADS.items()
     if not size.temperature
 }
-#: Greedy text that nobody would end as a loop.
+#: Greedy text up to its first loop.
 UP_TO_LOOPS = "_up_to_loops"
 WORKLOADS[HELD_OUT + UP_TO_LOOPS] = replace(WORKLOADS[HELD_OUT], batches=(1, 8), up_to_loops=True)
 #: Held-out code once more, drafted for by what was trained on equally many tokens: an exit head and the trained peers.
@@ -137,7 +137,7 @@ def main() -> int:
     args = parser.parse_args()
     workloads = {args.only: WORKLOADS[args.only]} if args.only else WORKLOADS
     if args.quick:
-        workloads = {name: replace(QUICK_SIZE, temperature=size.temperature) for name, size in workloads.items()}
+        workloads = quick_sizes(workloads)
     os.chdir(ROOT)
     began, console = time.monotonic(), open_console()
     provenance()  # before the first file is written: the commit is the one that was measured
@@ -170,10 +170,7 @@ def measure_all(workloads: dict[str, Size], quick: bool, console: Any) -> int:
             whole = replace(session, engines=plain | engines)
             known = {method: about(settings, method, left_out) for method in METHODS}
             whole.write("methods.json", known | {"exit_head": trained(settings, "exit_head")})
-            for workload, size in workloads.items():
-                rows = latency(whole, workload, size)
-                console.print(latency_table(rows))
-                failed |= report_gate(rows, console)
+            failed |= measure_workloads(whole, workloads, console)
             if HELD_OUT in workloads:
                 console.print(arrival_table(throughput(whole, workloads[HELD_OUT], quick)))
         apart: list[tuple[EngineSettings, list[str], dict[str, Size]]] = []
@@ -187,12 +184,23 @@ def measure_all(workloads: dict[str, Size], quick: bool, console: Any) -> int:
             with running_engines(others, other, longest, progress) as engines:
                 texts = dict.fromkeys(sizes, prompts[HELD_OUT])
                 alone = replace(session, engines=plain | engines, settings=other, prompts=texts)
-                for workload, size in sizes.items():
-                    size = replace(QUICK_SIZE, temperature=size.temperature) if quick else size
-                    rows = latency(alone, workload, size)
-                    console.print(latency_table(rows))
-                    failed |= report_gate(rows, console)
+                failed |= measure_workloads(alone, quick_sizes(sizes) if quick else sizes, console)
     return failed
+
+
+def measure_workloads(session: Session, sizes: dict[str, Size], console: Any) -> int:
+    """Measure, show and write workloads; return 1 if eesd's output is not plain's in one."""
+    failed = 0
+    for workload, size in sizes.items():
+        rows = latency(session, workload, size)
+        console.print(latency_table(rows))
+        failed |= report_gate(rows, console)
+    return failed
+
+
+def quick_sizes(sizes: dict[str, Size]) -> dict[str, Size]:
+    """Return little to measure of each workload, at its temperature."""
+    return {workload: replace(QUICK_SIZE, temperature=size.temperature) for workload, size in sizes.items()}
 
 
 def about(settings: EngineSettings, method: str, left_out: dict[str, str]) -> dict[str, Any]:

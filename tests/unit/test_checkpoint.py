@@ -211,7 +211,7 @@ def test_tensors_of_an_mlp_head():
 
 
 def test_tensors_of_several_layers():
-    """Each layer above the first has what that one has, but the injection; 1 is what a config without the field says."""
+    """Each layer above the first has what that one has, but the injection; a config without the field has 1."""
     one = expected_shapes(make_config(head_type="deep_context"))
     upper = {name: shape for name, shape in one.items() if name not in ("deep.inject.weight", "norm.weight")}
     expected = one | {f"upper.{index}.{name}": shape for index in (0, 1) for name, shape in upper.items()}
