@@ -1,15 +1,25 @@
-"""The kernels of verification are compiled before serving for all that serving passes to them.
+"""EESD's kernels are compiled before serving for all that serving passes to them.
 
 Triton compiles a kernel anew for another dtype, and where a number or an address becomes divisible by 16, or a number
 equal to 1. The interpreter compiles nothing, so the arguments themselves are compared.
 """
 
+import contextlib
+
 import numpy as np
 import pytest
 import torch
 
+from vllm_eesd.policy.goodput import Goodput
+
 #: Verification's launches where drafts are greedy.
 KERNELS = ("statistics_kernel", "_accept_kernel", "_resample_kernel")
+#: A round's, by module, and what their `do_not_specialize` names.
+OF_A_ROUND = {
+    "ngram": ("_scan_kernel", "_finish_kernel", "_put_kernel"),
+    "draft_inputs": ("_prepare_kernel", "_advance_kernel"),
+}
+NOT_SPECIALISED = {("_prepare_kernel", "num_reqs"), ("_advance_kernel", "num_rows")}
 SPEC = {"method": "eesd", "num_speculative_tokens": 3, "policy": "fixed"}
 #: As many requests as it takes for batches of 1, of a multiple of 16 and of neither.
 OPTIONS = {"max_num_seqs": 17, "max_model_len": 64, "block_size": 32, "async_scheduling": True}
@@ -29,35 +39,48 @@ def launches(monkeypatch):
     """{"served" or "warm-up": {(kernel, kinds of its arguments, its constants)}}."""
     if not torch.cuda.is_available():
         import vllm.v1.worker.cpu.shm  # noqa: F401  # as the worker: before anything of V2
-    from vllm_eesd.kernels.gpu import rejection
+    from vllm_eesd.kernels.gpu import draft_inputs, ngram, rejection
 
     from vllm_eesd.host.v2.speculator import EarlyExitSpeculator
 
     seen, phases = {"served": set(), "warm-up": set()}, ["served"]
 
     class Recorded:
-        def __init__(self, name):
-            self.name, self.kernel = name, getattr(rejection, name)
+        def __init__(self, module, name):
+            self.name, self.kernel = name, getattr(module, name)
+            self.counted = [(name, argument) not in NOT_SPECIALISED for argument in self.kernel.arg_names]
 
         def __getitem__(self, grid):
             def launch(*args, **kwargs):
-                kinds = tuple(kind_of(argument, False) for argument in args)
+                kinds = tuple(kind_of(a, False) for a, counted in zip(args, self.counted, strict=False) if counted)
                 constants = tuple(sorted((name, kind_of(value, True)) for name, value in kwargs.items()))
                 seen[phases[-1]].add((self.name, kinds, constants))
                 return self.kernel[grid](*args, **kwargs)
 
             return launch
 
-    for name in KERNELS:
-        monkeypatch.setattr(rejection, name, Recorded(name))
-    warm_up = EarlyExitSpeculator.warm_up
+    of_a_round = {ngram: OF_A_ROUND["ngram"], draft_inputs: OF_A_ROUND["draft_inputs"]}
+    for module, names in ({rejection: KERNELS} | of_a_round).items():
+        for name in names:
+            monkeypatch.setattr(module, name, Recorded(module, name))
+    warm_up, propose = EarlyExitSpeculator.warm_up, EarlyExitSpeculator.propose
 
-    def noted(self, runner):
+    @contextlib.contextmanager
+    def warming_up():
         phases.append("warm-up")
-        warm_up(self, runner)
+        yield
         phases.pop()
 
+    def noted(self, runner):
+        with warming_up():
+            warm_up(self, runner)
+
+    def noted_if_dummy(self, *args, dummy_run=False, **kwargs):
+        with warming_up() if dummy_run else contextlib.nullcontext():
+            return propose(self, *args, dummy_run=dummy_run, **kwargs)
+
     monkeypatch.setattr(EarlyExitSpeculator, "warm_up", noted)
+    monkeypatch.setattr(EarlyExitSpeculator, "propose", noted_if_dummy)
     return seen
 
 
@@ -73,8 +96,28 @@ def test_serving_passes_nothing_that_was_not_warmed_up(
         for num_reqs in (1, 3, 16):
             greedy(llm, prompts[:num_reqs], max_tokens=6)
     served, warmed = launches["served"], launches["warm-up"]
-    assert {name for name, *_ in served} == set(KERNELS)
+    assert {name for name, *_ in served} == {*KERNELS, *OF_A_ROUND["draft_inputs"]}
     assert len({kinds for name, kinds, _ in served if name == "_resample_kernel"}) == 3  # 1, 3 and 16 requests
+    unknown = served - warmed
+    assert not unknown, sorted(map(str, unknown))
+
+
+@pytest.mark.parametrize("draft_sample_method", ["greedy", "auto"])
+def test_so_are_the_kernels_of_a_round(
+    engine, greedy, eight_token_target, cloned_head, launches, monkeypatch, draft_sample_method
+):
+    """Some requests take n-gram drafts, others draft."""
+    generator = np.random.default_rng(0)
+    chosen = lambda limits: np.where(generator.random(len(limits)) < 0.5, limits, 0)  # noqa: E731
+    monkeypatch.setattr(Goodput, "take_ngrams", lambda self, slots, chances, limits: chosen(limits))
+    monkeypatch.setattr(Goodput, "more", lambda self, slots, *told: np.ones(len(slots), dtype=bool))
+    spec = SPEC | {"policy": "goodput", "draft_sample_method": draft_sample_method}
+    spec |= {"model": cloned_head(eight_token_target, 1, 1)}
+    with engine(eight_token_target, spec, **OPTIONS) as llm:
+        for num_reqs in (1, 3, 16):
+            greedy(llm, [[1, 2, 3] * 3] * num_reqs, max_tokens=6)
+    served, warmed = launches["served"], launches["warm-up"]
+    assert {name for name, *_ in served} >= {name for names in OF_A_ROUND.values() for name in names}
     unknown = served - warmed
     assert not unknown, sorted(map(str, unknown))
 
