@@ -34,14 +34,8 @@ def decisions(monkeypatch, step_times):
 
 def test_the_back_off_ends_when_the_batch_or_the_step_is_another():
     idle = IdleBackoff()
-    step = {"request_ids": ["a", "b"], "finished": set(), "num_scheduled_tokens": 2, "emitted": [[1], [2]]}
-    others = (
-        {"request_ids": ["a", "c"]},
-        {"request_ids": ["b", "a"]},
-        {"finished": {"c"}},
-        {"num_scheduled_tokens": 5},
-        {"emitted": [[1], []]},
-    )
+    step = {"request_ids": ["a", "b"], "only_decoded": True}
+    others = {"request_ids": ["a", "c"]}, {"request_ids": ["b", "a"]}, {"only_decoded": False}
     assert not idle.goes_on(**step)
     for other in others:
         idle.begin(3, ["a", "b"])

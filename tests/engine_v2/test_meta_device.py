@@ -7,6 +7,7 @@ fails as it would with CUDA's. Neither shows where the device is the CPU itself.
 import contextlib
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -193,3 +194,67 @@ def test_a_planted_one_is_noticed(drafting, steps, monkeypatch, plant, place):
     monkeypatch.setattr(type(drafting), place, planted)
     with pytest.raises((RuntimeError, NotImplementedError, AssertionError), match=says):
         run_a_round(drafting, steps)
+
+
+class DeviceCopy:
+    """Stands in for `HostCopy`: what is copied is the device's."""
+
+    def __init__(self, source):
+        assert source.device == META
+
+
+def rest_of_a_round(monkeypatch):
+    """What a round does to the device outside `DraftSteps`: n-gram drafts, and its confidences on their way."""
+    from vllm_eesd.host.v2 import lengths, ngrams
+
+    ints = {"device": META, "dtype": torch.int64}
+
+    def kernel(*arguments):
+        tensors = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, torch.Tensor)]
+        assert all(tensor.device == META for tensor in tensors), "a kernel is given a tensor of the host"
+        return torch.zeros(NUM_REQS, 3, device=META, dtype=torch.int32)
+
+    for name in ("find_ngrams", "put_ngrams"):
+        monkeypatch.setattr(ngrams, name, kernel)
+    copied = lambda array, device: torch.empty(array.shape, device=device)  # noqa: E731  # the one copy that is allowed
+    monkeypatch.setattr(ngrams, "async_tensor_h2d", copied)
+    monkeypatch.setattr(lengths, "HostCopy", DeviceCopy)
+    states = SimpleNamespace(
+        draft_tokens=torch.zeros(MAX_REQS, K, **ints),
+        all_token_ids=SimpleNamespace(gpu=torch.zeros(MAX_REQS, 20, **ints)),
+        total_len=SimpleNamespace(gpu=torch.zeros(MAX_REQS, **ints)),
+    )
+    step = SimpleNamespace(idx_mapping=torch.zeros(NUM_REQS, **ints), num_sampled=torch.zeros(NUM_REQS, **ints))
+    made = torch.zeros(NUM_REQS, K, **ints), torch.zeros(MAX_REQS, K, VOCAB_SIZE, device=META)
+    rounds = object.__new__(lengths.Rounds)
+    rounds.round, rounds._generation = SimpleNamespace(slots=np.arange(NUM_REQS)), np.zeros(MAX_REQS)
+    device_ngrams = ngrams.DeviceNgrams(states)
+    with torch.inference_mode(), OnlyMeta():
+        device_ngrams.find(step)
+        device_ngrams.put(np.ones(NUM_REQS, dtype=bool), step.idx_mapping, *made)
+        device_ngrams.make_certain(np.ones(NUM_REQS, dtype=bool), step.idx_mapping, *made)
+        rounds.end(torch.zeros(NUM_REQS, K, device=META))
+
+
+def test_ngrams_and_confidences_need_no_value_on_the_host(steps, monkeypatch):
+    rest_of_a_round(monkeypatch)
+
+
+@pytest.mark.parametrize("name", ["find", "put", "make_certain", "end"])
+@pytest.mark.parametrize("plant", ["item", "operand", "scalar operand"])
+def test_a_planted_one_outside_draft_steps_is_noticed(steps, monkeypatch, name, plant):
+    from vllm_eesd.host.v2 import lengths, ngrams
+
+    does, says = PLANTS[plant]
+    owner = lengths.Rounds if name == "end" else ngrams.DeviceNgrams
+    original = getattr(owner, name)
+    empty = torch.zeros(MAX_REQS, device=META, dtype=torch.int64)
+    drafting = SimpleNamespace(idx_mapping=empty, _inputs=SimpleNamespace(columns=empty))
+
+    def planted(self, *args):
+        does(drafting)
+        return original(self, *args)
+
+    monkeypatch.setattr(owner, name, planted)
+    with pytest.raises((RuntimeError, NotImplementedError, AssertionError), match=says):
+        rest_of_a_round(monkeypatch)

@@ -32,7 +32,9 @@ def some_ngrams_taken(monkeypatch):
 
 @pytest.mark.usefixtures("some_ngrams_taken")
 @pytest.mark.parametrize("asynchronous", [True, False], ids=["asynchronous", "synchronous"])
-def test_greedy_identity(engine, greedy, random_target, cloned_head, preemptions, asynchronous):
+def test_greedy_identity(engine, greedy, random_target, cloned_head, preemptions, asynchronous, monkeypatch):
+    from vllm_eesd.host.v2.ngrams import DeviceNgrams
+
     generator = np.random.default_rng(3)
     prompts = [[1, 2, 3, 4] * 6, generator.integers(0, 512, 40).tolist(), [7], [5, 6] * 30]
     with engine(random_target, **TIGHT) as llm:
@@ -41,8 +43,17 @@ def test_greedy_identity(engine, greedy, random_target, cloned_head, preemptions
     with engine(random_target, spec, async_scheduling=asynchronous, **TIGHT) as llm:
         assert greedy(llm, prompts, max_tokens=40) == expected
         assert greedy(llm, prompts, max_tokens=40) == expected
+        without = {"extra_args": {"eesd_enabled": False}}
+        greedy(llm, prompts[:1], max_tokens=5, **without)  # outcomes are read late
         (stats,) = llm.collective_rpc("eesd_stats")
+        searches, find = [], DeviceNgrams.find
+        monkeypatch.setattr(DeviceNgrams, "find", lambda self, step: searches.append(step) or find(self, step))
+        assert greedy(llm, prompts, max_tokens=40, **without) == expected
+        (after,) = llm.collective_rpc("eesd_stats")
     assert 0 < stats["copied_accepted"] < stats["copied"] < stats["drafted"]
+    # Nothing is done where nobody may draft, but for a look when the batch is another.
+    assert after["drafted"] == stats["drafted"] and after["rounds"] > stats["rounds"]
+    assert 0 < len(searches) < 30
 
 
 @pytest.fixture

@@ -34,11 +34,17 @@ def speculator(v2):
     self.num_speculative_tokens, self._asynchronous = K, True
     self.draft_tokens = torch.zeros(4, K, dtype=torch.int64)
     self.breaker = v2.CircuitBreaker()
-    no_ngrams = {"ngrams": None, "from_ngrams": np.zeros(2, dtype=bool)}
-    greedy = {"draws": False, "certain": np.zeros(2, dtype=bool)}
-    steps = {"num_steps": property(lambda rounds: self.wanted)}
-    self.rounds = type("", (), {"round_trace": None} | no_ngrams | greedy | steps)()
-    self.rounds.begin = begin
+    nobody = np.zeros(2, dtype=bool)
+    round_ = type("", (), {"from_ngrams": nobody, "num_steps": property(lambda round_: self.wanted)})()
+    self.rounds = SimpleNamespace(
+        round_trace=None,
+        ngrams=None,
+        skips=lambda step, asynchronous: False,
+        begin=begin,
+        round=round_,
+        drawing=SimpleNamespace(any_drawn=lambda round_: False, certain=lambda round_: nobody),
+        rest=lambda step, decision_ms: None,
+    )
     for name in ("_prepare", "_without_adapters", "_run_round"):
         setattr(self, name, lambda *args, name=name, **kwargs: calls.append(name))
     self._graph_for = lambda step: SimpleNamespace(num_tokens=step.num_reqs)
@@ -101,6 +107,12 @@ def test_where_no_request_can_use_a_draft_the_round_is_learned_from_and_nothing_
     assert speculator.calls == [("begin", 0)]
 
 
+def test_a_round_that_is_skipped_asks_the_device_nothing(speculator):
+    speculator.rounds.skips = lambda step, asynchronous: True
+    speculator.propose(*arguments())
+    assert not speculator.calls
+
+
 @pytest.mark.parametrize("draws", [False, True])
 def test_a_sampling_request_under_a_grammar_drafts_greedily_and_is_verified_as_one_hot(v2, speculator, draws):
     """Beside one whose draft is drawn, and alone, when nothing is drawn in its round."""
@@ -108,7 +120,8 @@ def test_a_sampling_request_under_a_grammar_drafts_greedily_and_is_verified_as_o
     states = SimpleNamespace(draft_tokens=torch.zeros(4, K, dtype=torch.int64))
     speculator.draft_logits, speculator.temperature, speculator.device = logits, temperature, "cpu"
     speculator.ngrams, speculator.draft_tokens[:2] = v2.DeviceNgrams(states), torch.arange(2 * K).view(2, K)
-    speculator.rounds.draws, speculator.rounds.certain = draws, np.array([False, True])
+    drawn = {"any_drawn": lambda round_: draws, "certain": lambda round_: np.array([False, True])}
+    speculator.rounds.drawing = SimpleNamespace(**drawn)
     given = arguments()
     given[0].idx_mapping, given[0].idx_mapping_np = torch.tensor([3, 2]), np.array([3, 2])
     speculator.propose(*given)

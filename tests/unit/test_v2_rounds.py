@@ -15,6 +15,7 @@ from vllm_eesd.host.v2.batch import TargetStep
 from vllm_eesd.host.v2.lengths import SHARE_TIMES_EVERY, Rounds
 from vllm_eesd.policy.guard import Guard
 from vllm_eesd.round import outcome
+from vllm_eesd.round.idle import MAY_NOT_DRAFT
 from vllm_eesd.round.outcome import READBACK_DELAY
 from vllm_eesd.traces.rounds import Judged
 
@@ -90,7 +91,7 @@ def begin_step(rounds, step, asynchronous=True, tokens=None, longest=None):
 def draft(rounds, confidences):
     """Run a round's steps, of these confidences; returns the lengths and the number of steps."""
     rounds.end(torch.from_numpy(confidences.copy()))
-    return rounds._round.lengths.tolist(), rounds.num_steps
+    return rounds.round.lengths.tolist(), rounds.round.num_steps
 
 
 def test_a_round_is_decided_ahead_by_the_last_confidences_known(monkeypatch):
@@ -158,10 +159,10 @@ def test_nobody_drafts_past_its_budget_or_inside_its_prompt(monkeypatch):
     rounds.admit([0, 1, 2], requests)
     begin(rounds, [0, 1, 2], [1, 1, 1], prefilling=True, computed=0, tokens=10)
     # Of four tokens one is out at the end of the prompt, though not counted yet: three fit, and the bonus token.
-    assert rounds._round.lengths.tolist() == [3, K, 1]
+    assert rounds.round.lengths.tolist() == [3, K, 1]
     begin(rounds, [0, 1, 2], [0, 0, 0], prefilling=True, computed=0, tokens=5)
-    assert rounds._round.lengths.tolist() == [0, 0, 0]
-    assert rounds.num_steps == 0
+    assert rounds.round.lengths.tolist() == [0, 0, 0]
+    assert rounds.round.num_steps == 0
 
 
 def test_vllm_may_ask_for_shorter_drafts_and_for_none(monkeypatch):
@@ -169,11 +170,11 @@ def test_vllm_may_ask_for_shorter_drafts_and_for_none(monkeypatch):
     rounds = make_rounds(monkeypatch, policy="fixed")
     rounds.admit([0, 1], [new_request(), new_request(eesd_max_draft_tokens=1)])
     begin_step(rounds, target_step([0, 1], [1, 1]), longest=2)
-    assert rounds._round.lengths.tolist() == [2, 1]
+    assert rounds.round.lengths.tolist() == [2, 1]
     for _ in range(READBACK_DELAY + 1):
         begin_step(rounds, target_step([0, 1], [1, 1], scheduled=[K, K]), longest=0)
-        assert rounds._round.lengths.tolist() == rounds.num_drafted[:2].tolist() == [0, 0]
-        assert rounds.num_steps == 0
+        assert rounds.round.lengths.tolist() == rounds.num_drafted[:2].tolist() == [0, 0]
+        assert rounds.round.num_steps == 0
     assert rounds.stats.draft_length_histogram == [2, 1, 1, 0, 0]  # a plain round, and the drafts of two and one
 
 
@@ -204,7 +205,7 @@ def test_after_a_fault_nobody_has_a_draft_and_everybody_is_admitted_anew(monkeyp
     assert rounds.num_drafted.tolist() == [0, 0, 0]
     begin(rounds, [0, 2], [1, 1], scheduled=[K, K])
     assert rounds.policy.posterior.parameters(slots).tolist() == prior  # what was under way is dropped
-    assert rounds._round.lengths.tolist() == [K, 1]
+    assert rounds.round.lengths.tolist() == [K, 1]
     for _ in range(READBACK_DELAY + 1):  # the first step verified nothing
         begin(rounds, [0, 2], [1, 1], scheduled=[K, K])
     assert rounds.policy.posterior.parameters(slots).tolist() != prior
@@ -218,7 +219,7 @@ def test_a_request_that_could_not_be_admitted_is_admitted_with_its_first_round(m
             rounds.admit([1], [new_request(eesd_max_draft_tokens=2)])
     rounds.start_afresh()
     begin(rounds, [1], [1])
-    assert rounds._round.lengths.tolist() == [2]
+    assert rounds.round.lengths.tolist() == [2]
 
 
 def test_warming_up_teaches_nothing(monkeypatch):
@@ -298,7 +299,7 @@ def test_drafts_of_hidden_states_that_are_not_finite_are_counted_late(monkeypatc
         begin(rounds, [2, 0], [1, 1], scheduled=[K, K])
         counted.append(rounds.stats.not_finite)
         draft(rounds, np.full((2, K), 0.9, dtype=np.float32))
-        drafted = np.arange(K) < rounds._round.lengths[:, None]
+        drafted = np.arange(K) < rounds.round.lengths[:, None]
         finite = drafted if number else np.zeros_like(drafted)  # in the first round nothing is
         expected.append(int((drafted & ~finite).sum()))
         rounds.end(torch.from_numpy(np.where(finite, np.float32(0.9), np.float32(np.nan))))  # in place of the others
@@ -340,7 +341,7 @@ def test_a_sequence_limit_that_vllm_shortens_after_the_start_is_heeded(monkeypat
     rounds.max_model_len = 14  # ten of the prompt, the token just sampled, two drafts and the token after them
     rounds.admit([0], [new_request()])
     begin(rounds, [0], [0])
-    assert rounds._round.lengths.tolist() == [2]
+    assert rounds.round.lengths.tolist() == [2]
 
 
 def test_a_traced_round_is_what_the_target_judged(monkeypatch):
@@ -407,10 +408,10 @@ def test_ngram_drafts_are_taken_by_how_far_the_text_matched_when_last_known(monk
     for _ in range(2 * READBACK_DELAY + 5):
         begin_with_ngrams(rounds, [0, 1], [[1, 0, 0], [1, 1, 16]], scheduled=[K, K])
         rounds.end(torch.full((2, K), 0.5))
-        taken.append(rounds.from_ngrams.tolist())
+        taken.append(rounds.round.from_ngrams.tolist())
     assert taken[:READBACK_DELAY] == [[False, False]] * READBACK_DELAY
     assert taken[-1] == [False, True] and rounds.num_drafted[1] > 0
-    assert rounds.num_steps == rounds._round.lengths[0]
+    assert rounds.round.num_steps == rounds.round.lengths[0]
     assert rounds.stats.as_dict()["copied"] > 0
 
 
@@ -421,7 +422,7 @@ def test_ngram_drafts_teach_nothing_about_the_exit_head(monkeypatch):
     before = rounds.policy.posterior.parameters(np.array([0])).tolist()
     for _ in range(READBACK_DELAY + 4):
         begin_with_ngrams(rounds, [0], [[3, 2, 4]], scheduled=[K])
-        assert rounds.num_steps == 0 and rounds.num_drafted[0] == K
+        assert rounds.round.num_steps == 0 and rounds.num_drafted[0] == K
     assert rounds.policy.posterior.parameters(np.array([0])).tolist() == before
     judged = 4 + READBACK_DELAY - READBACK_DELAY - 1  # of the steps that are read, all but the first
     stats = rounds.stats.as_dict()
@@ -446,8 +447,8 @@ def test_drafts_are_drawn_for_requests_that_sample_freely(monkeypatch, requests,
     rounds = make_rounds(monkeypatch, policy="fixed", draft_sample_method=method)
     rounds.admit([0, 1], [new_request(**request) for request in requests])
     begin(rounds, [0, 1], [1, 1])
-    assert rounds.num_steps and rounds.num_drafted[[0, 1]].all()
-    assert (rounds.draws, rounds.certain.tolist()) == (draws, certain)
+    assert rounds.round.num_steps and rounds.num_drafted[[0, 1]].all()
+    assert (rounds.drawing.any_drawn(rounds.round), rounds.drawing.certain(rounds.round).tolist()) == (draws, certain)
 
 
 def test_a_request_without_a_draft_of_the_exit_head_draws_none(monkeypatch):
@@ -455,4 +456,81 @@ def test_a_request_without_a_draft_of_the_exit_head_draws_none(monkeypatch):
     rounds.admit([0, 1], [new_request(temperature=0.8), new_request(temperature=0.0)])
     rounds._has_adapter[0] = True
     begin(rounds, [0, 1], [1, 1])
-    assert rounds.num_drafted[[0, 1]].tolist() == [0, K] and not rounds.draws
+    assert rounds.num_drafted[[0, 1]].tolist() == [0, K] and not rounds.drawing.any_drawn(rounds.round)
+
+
+def a_round(rounds, slots, num_tokens=None, **kwargs):
+    """A step of these slots that emitted a token each, and the round after it; returns whether it was skipped."""
+    step = target_step(slots, [1] * len(slots), **kwargs)
+    step._batch.num_tokens = num_tokens or len(slots)
+    step._batch.req_ids, step._batch.num_reqs = [str(slot) for slot in slots], len(slots)
+    if rounds.skips(step, True):
+        return True
+    begin_step(rounds, step)
+    rounds.rest(step, decision_ms=3.0)
+    return False
+
+
+def test_requests_that_may_not_draft_are_asked_once_in_a_while(monkeypatch):
+    rounds = make_rounds(monkeypatch, policy="fixed")
+    requests = [new_request(eesd_enabled=False), new_request(eesd_enabled=False)]
+    rounds.admit([0, 1], requests)
+    rounds.learns = False
+    assert not any(a_round(rounds, [0, 1]) for _ in range(3))  # while the worker warms up
+    rounds.learns = True
+    rounds.forget_requests()
+    rounds.admit([0, 1], requests)
+    assert [a_round(rounds, [0, 1]) for _ in range(MAY_NOT_DRAFT + 2)] == [False, *[True] * MAY_NOT_DRAFT, False]
+    assert rounds.stats.rounds == 2 * (MAY_NOT_DRAFT + 1)  # the last step's outcome is read later
+    assert rounds._num_tokens[:2].tolist() == [10 + MAY_NOT_DRAFT + 2] * 2
+    for other in ({"slots": [0]}, {"slots": [0, 1], "prefilling": True}, {"slots": [0, 1], "num_tokens": 5}):
+        assert a_round(rounds, [0, 1]) or a_round(rounds, [0, 1])
+        assert not a_round(rounds, **other)
+    rounds.start_afresh()  # as after a fault
+    assert not a_round(rounds, [0, 1])
+
+
+def test_rounds_that_are_watched_are_not_skipped(monkeypatch):
+    rounds = make_rounds(monkeypatch, policy="fixed")
+    rounds.stats.take_rounds()
+    rounds.admit([0], [new_request(eesd_enabled=False)])
+    assert not any(a_round(rounds, [0]) for _ in range(4))
+
+
+def test_goodput_rests_where_drafting_does_not_pay_and_plain_steps_stay_timed(monkeypatch):
+    """Nothing is skipped with a draft in the batch; a decision as dear as ten plain steps is made once in a while."""
+    rounds = make_rounds(monkeypatch, policy="goodput")
+    skipped, told, times = [], [], []
+    monkeypatch.setattr(rounds.policy, "more", lambda slots, *_: np.zeros(len(slots), dtype=bool))
+    monkeypatch.setattr(rounds.policy, "take_ngrams", lambda slots, chances, limits: 0 * limits)
+    monkeypatch.setattr(rounds.policy, "idle_rounds", lambda slots: 5)
+    monkeypatch.setattr(rounds.policy, "skipped", lambda slots, num_rounds: skipped.append((len(slots), num_rounds)))
+    monkeypatch.setattr(rounds.policy.costs, "observe_decision", lambda *decision: told.append(decision))
+    learn_times = rounds._learner.learn_times
+    monkeypatch.setattr(rounds._learner, "learn_times", lambda step: times.append(step) or learn_times(step))
+    rounds.admit([0, 2], [new_request(), new_request()])
+    assert [a_round(rounds, [0, 2]) for _ in range(13)] == 2 * [False, *[True] * 5] + [False]
+    assert skipped == [(2, 5)] * 2
+    for _ in range(6 * READBACK_DELAY):
+        a_round(rounds, [0, 2])
+    assert set(told) == {(2, 3.0)}
+    assert [step.num_skipped for step in times[:3]] == [0, 5, 5]
+    assert all(step.verify_ms > 0 for step in times[1:])
+
+
+def test_an_ngram_draft_from_before_rounds_without_a_search_is_not_judged(monkeypatch):
+    """The device compares the draft it has with what the last step emitted; the draft continued an older text."""
+    rounds = make_rounds(monkeypatch, policy="goodput")
+    monkeypatch.setattr(rounds.policy, "more", lambda slots, *_: np.zeros(len(slots), dtype=bool))
+    monkeypatch.setattr(rounds.policy, "take_ngrams", lambda slots, chances, limits: 0 * limits)
+    monkeypatch.setattr(rounds.policy, "idle_rounds", lambda slots: 5)
+    rounds.admit([0], [new_request(max_tokens=80)])
+    judged = []
+    monkeypatch.setattr(rounds.ngrams, "learn", lambda slots, *rest: judged.append(slots.tolist()))
+    for _ in range(6 * (READBACK_DELAY + 3)):
+        step = target_step([0], [1])
+        step._batch.req_ids, step._batch.num_reqs = ["a"], 1
+        if not rounds.skips(step, True):
+            rounds.begin(step, True, torch.tensor([[1, 1, 4]], dtype=torch.int32))
+            rounds.rest(step, 3.0)
+    assert judged[1:] and judged == [[0], *[[]] * (len(judged) - 1)]

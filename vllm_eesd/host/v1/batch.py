@@ -41,6 +41,10 @@ class V1Step:
     def __len__(self) -> int:
         return len(self.emitted)
 
+    def only_decoded(self) -> bool:
+        """Return whether every row ran one token and emitted one, and no request has ended since."""
+        return not self.finished and self.num_scheduled_tokens == len(self) and all(self.emitted)
+
     def num_tokens(self) -> np.ndarray:
         """Return the length of each row's text, prompt and output, [num_reqs] int64."""
         return self._batch.num_tokens_no_spec[: len(self)].astype(np.int64)

@@ -149,7 +149,7 @@ class EarlyExitProposer:
 
     def _skips(self, step: V1Step) -> bool:
         """Return whether this round's draft decision is skipped, counted if it is."""
-        if not self._idle.goes_on(step.req_ids, step.finished, step.num_scheduled_tokens, step.emitted):
+        if not self._idle.goes_on(step.req_ids, step.only_decoded()):
             return False
         self.stats.count_lengths(0, 0, num_rounds=len(step))
         self._round_ended = time.perf_counter()

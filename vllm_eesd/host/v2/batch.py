@@ -61,6 +61,10 @@ class TargetStep:
         """Return which rows were no prompt chunks, [num_reqs] bool."""
         return ~self._batch.is_prefilling_np
 
+    def only_decoded(self) -> bool:
+        """Return whether every row ran one token, and emitted one: `decoded`, without drafts."""
+        return self.num_tokens == self.num_reqs and bool(self.decoded().all())
+
     def reaches_end_of_prompt(self) -> np.ndarray:
         """Return which rows have run their whole prompt after this step, [num_reqs] bool.
 

@@ -14,13 +14,15 @@ from vllm_eesd.config import MAX_SPECULATIVE_TOKENS
 from vllm_eesd.host.round_setup import agree_on_times, build_policy_of, open_trace
 from vllm_eesd.host.speculative import EESDSpeculativeConfig
 from vllm_eesd.host.v2.batch import TargetStep
+from vllm_eesd.host.v2.drawing import Drawing
 from vllm_eesd.host.v2.readback import Drafted, HostCopy, PendingStep, RoundTimes
 from vllm_eesd.host.v2.trace import pending_verdict
 from vllm_eesd.policy import DraftLengthPolicy, Outcome
 from vllm_eesd.round.counters import DraftStats
 from vllm_eesd.round.draft import DraftRound
+from vllm_eesd.round.idle import MAY_NOT_DRAFT, IdleBackoff
 from vllm_eesd.round.ngram import NgramRates
-from vllm_eesd.round.outcome import READBACK_DELAY, Learner, StepTimes
+from vllm_eesd.round.outcome import READBACK_DELAY, Learner
 from vllm_eesd.round.requests import NewRequest, RunningRequests
 from vllm_eesd.round.slots import PendingDrafts
 from vllm_eesd.traces.rounds import Drafts
@@ -58,7 +60,8 @@ class Rounds:
         #: What the text of each slot's request has at least.
         self._num_tokens = np.zeros(max_num_reqs, dtype=np.int64)
         self._generation = np.zeros(max_num_reqs, dtype=np.int64)
-        self._has_grammar, self._has_adapter, self._samples = np.zeros((3, max_num_reqs), dtype=bool)
+        self._has_adapter = np.zeros(max_num_reqs, dtype=bool)
+        self.drawing = Drawing(max_num_reqs, config.eesd.draws_drafts)
         self.round_trace = open_trace(config)
         #: False while the worker warms up: its requests are made up, and its steps wait for compilers.
         self.learns = True
@@ -94,8 +97,7 @@ class Rounds:
             self._pending.clear(slot)
             self._confidences[slot] = np.nan
             self._num_tokens[slot] = len(request.prefill_token_ids)
-            self._has_grammar[slot] = params.structured_outputs is not None
-            self._samples[slot] = self._config.eesd.draws_drafts and params.temperature > 0
+            self.drawing.admit(slot, params)
         self._admit()
 
     def _admit(self) -> None:
@@ -118,6 +120,36 @@ class Rounds:
         self._matched = np.zeros(self._max_num_reqs, dtype=np.int64)
         self._drafted: Drafted | None = None
         self._times: RoundTimes | None = None
+        self._idle, self._decision = IdleBackoff(), None
+
+    def skips(self, step: TargetStep, asynchronous: bool) -> bool:
+        """Return whether the round after this step is one more without a decision, counted if it is; see `begin`.
+
+        Nothing is launched then: all that is left to do is to learn from the steps still under way.
+        """
+        if not self._idle.goes_on(step.req_ids, step.only_decoded()):
+            return False
+        slots = step.slots()
+        self._num_tokens[slots] += 1
+        self._matched[slots] = -1
+        if self._under_way:
+            self._observe(self._under_way.popleft(), asynchronous)
+        self.stats.count_lengths(0, 0, num_rounds=len(slots))
+        self._times = RoundTimes(self._device, len(slots))
+        self._times.mark()
+        return True
+
+    def rest(self, step: TargetStep, decision_ms: float) -> None:
+        """Skip the next rounds if this one, decided in `decision_ms`, drafts nothing, and nobody watches."""
+        # Asked of the config: with several ranks one alone has the trace, and all must skip the same rounds.
+        watched = self._config.eesd.policy_args.get("trace_file") is not None or self.stats.recording
+        if watched or not self.learns or self.round.lengths.any():
+            return
+        num_rounds = MAY_NOT_DRAFT
+        if self._may_draft:
+            self._decision = len(self.round.slots), decision_ms
+            num_rounds = self.policy.idle_rounds(self.round.slots)
+        self._idle.begin(num_rounds, step.req_ids)
 
     def begin(
         self,
@@ -139,7 +171,10 @@ class Rounds:
         """
         if self._not_admitted:
             self._admit()
-        pending = self._pending_step(step, counts)
+        num_skipped = self._idle.take()
+        if num_skipped:
+            self.policy.skipped(self.round.slots, num_skipped)
+        pending = self._pending_step(step, counts, num_skipped)
         if tokens is not None and self.learns and pending.before is not None and pending.decoded.any():
             self._trace(pending, step.req_ids, tokens, asynchronous)
         self._began_s = time.perf_counter()
@@ -152,12 +187,13 @@ class Rounds:
         self._learner.report()
         return pending.after
 
-    def _pending_step(self, step: TargetStep, counts: torch.Tensor) -> PendingStep:
+    def _pending_step(self, step: TargetStep, counts: torch.Tensor, num_skipped: int) -> PendingStep:
         """Return the step just run, as far as the host knows it, and start the clock of the round after it."""
         slots = step.slots()
         before, self._times = self._times, RoundTimes(self._device, len(slots))
         self._times.mark()
-        drafted, self._drafted = self._drafted, None
+        made = self._drafted, self._decision, num_skipped
+        self._drafted = self._decision = None
         return PendingStep(
             slots,
             self._generation[slots],
@@ -169,49 +205,25 @@ class Rounds:
             HostCopy(counts),
             before,
             self._times,
-            drafted,
+            *made,
         )
 
     def _limits(self, step: TargetStep, slots: np.ndarray, longest: int | None) -> tuple[np.ndarray, np.ndarray]:
         """Return the longest draft and the longest n-gram draft each row may have, [num_reqs] int64; see `begin`."""
         limits = self.requests.longest_drafts(slots, self._num_tokens[slots])
         limits[~step.reaches_end_of_prompt()] = 0
-        if longest is not None:
-            limits = np.minimum(limits, longest)
+        limits = np.minimum(limits, MAX_SPECULATIVE_TOKENS if longest is None else longest)
         # The draft step knows no adapters; an n-gram draft needs none.
         return np.where(self._has_adapter[slots], 0, limits), limits
 
     def _choose(self, slots: np.ndarray, limits: np.ndarray, ngram_limits: np.ndarray) -> None:
         """Decide the round before its first draft step: the host waits for no value of a round under way."""
-        self._round = DraftRound(self.policy, slots, limits, self.ngrams, ngram_limits)
-        self._round.decide_ahead(self._confidences[slots])
-        self._pending.keep(self._round)
+        self._may_draft = bool((limits if self.ngrams is None else ngram_limits).any())
+        self.round = DraftRound(self.policy, slots, limits, self.ngrams, ngram_limits)
+        self.round.decide_ahead(self._confidences[slots])
+        self._pending.keep(self.round)
         if self.ngrams is not None:
             self._matched[slots] = self.ngrams.matched[slots]
-
-    @property
-    def num_steps(self) -> int:
-        """The draft steps of this round."""
-        return self._round.num_steps
-
-    @property
-    def from_ngrams(self) -> np.ndarray:
-        """[num_reqs] bool, which rows of this round take their n-gram drafts."""
-        return self._round.from_ngrams
-
-    @property
-    def draws(self) -> bool:
-        """Whether any row of this round has a draft drawn at its request's temperature."""
-        return bool((self._samples_with_head & ~self._has_grammar[self._round.slots]).any())
-
-    @property
-    def certain(self) -> np.ndarray:
-        """[num_reqs] bool, rows of sampling requests under a grammar, which cuts drafts for their tokens: not drawn."""
-        return self._samples_with_head & self._has_grammar[self._round.slots]
-
-    @property
-    def _samples_with_head(self) -> np.ndarray:
-        return self._samples[self._round.slots] & (self._round.lengths > 0) & ~self._round.from_ngrams
 
     def end(self, confidences: torch.Tensor) -> None:
         """The round's draft steps are on their way: have their confidences copied, to be read with the verdict.
@@ -219,7 +231,7 @@ class Rounds:
         Args:
             confidences: [num_reqs, K] float32 on the device.
         """
-        self._drafted = Drafted(self._round, self._generation[self._round.slots], HostCopy(confidences))
+        self._drafted = Drafted(self.round, self._generation[self.round.slots], HostCopy(confidences))
 
     def pause(self) -> None:
         """A step ran that was not a round: the time around it says nothing."""
@@ -239,7 +251,7 @@ class Rounds:
         for row in np.flatnonzero(decoded):
             self.stats.count_lengths(int(step.num_verified[row]), int(num_sampled[row]) - 1)
         # Under asynchronous scheduling the host does not learn which drafts a grammar cut: it calls them unobserved.
-        unknown = self._has_grammar[step.slots] if asynchronous else False
+        unknown = self.drawing.has_grammar[step.slots] if asynchronous else False
         verified = np.where(unknown, 0, step.num_verified)
         rows = np.flatnonzero(decoded & here)
         if len(rows):
@@ -251,7 +263,7 @@ class Rounds:
             self._learner.learn(Outcome(slots, verified[rows], accepted, *made, shared, num_steps))
         if self.ngrams is not None and counts.shape[1] == 3:
             self._learn_ngrams(step, counts, rows, np.flatnonzero(here & (num_sampled > 0)))
-        self._learn_costs(step, int(num_sampled.sum()), all_decoded=bool(decoded.all()))
+        self._learner.learn_times(step.times(int(num_sampled.sum()), all_decoded=bool(decoded.all())))
 
     def _learn_ngrams(self, step: PendingStep, counts: np.ndarray, decoded: np.ndarray, emitted: np.ndarray) -> None:
         """Learn how much of the last n-gram drafts was emitted, and how far texts match now.
@@ -261,6 +273,7 @@ class Rounds:
             decoded, emitted: rows whose last draft was of the same request; rows whose text has grown.
         """
         assert self.ngrams is not None
+        decoded = decoded[step.matched[decoded] >= 0]
         slots, (num_sampled, num_right, _) = step.slots[decoded], counts[decoded].T
         num_judged = np.minimum(num_sampled, self._config.num_speculative_tokens)
         shared = self.requests.updates_shared_prior[slots]
@@ -269,32 +282,17 @@ class Rounds:
 
     def _take_confidences(self, drafted: Drafted) -> None:
         """Keep a round's confidences, and count those that are NaN: of hidden states with infinities or NaN."""
-        round_, confidences = drafted.round, drafted.confidences.numpy()
-        num_tokens = confidences.shape[1]
-        columns = np.arange(num_tokens)
-        submitted = columns < np.where(round_.from_ngrams, 0, round_.lengths)[:, None]
-        self.stats.count_not_finite(int((np.isnan(confidences) & submitted).sum()))
+        self.stats.count_not_finite(drafted.num_not_finite())
         if self.policy.needs_confidence:
-            same = self._generation[round_.slots] == drafted.generations
-            # Every row ran every step.
-            known = np.where(columns < round_.num_steps, confidences, np.nan)
-            self._confidences[round_.slots[same], :num_tokens] = known[same]
+            slots, known = drafted.round.slots, drafted.known_confidences()
+            same = self._generation[slots] == drafted.generations
+            self._confidences[slots[same], : known.shape[1]] = known[same]
 
     def _trace(self, step: PendingStep, request_ids: Sequence[str], tokens: torch.Tensor, asynchronous: bool) -> None:
         assert self.round_trace is not None
         verified = step.num_verified
         if asynchronous:
-            verified = np.where(self._has_grammar[step.slots], -1, verified)
+            verified = np.where(self.drawing.has_grammar[step.slots], -1, verified)
         drafts = Drafts(step.slots, self._pending.confidences[step.slots], self._pending.from_ngrams[step.slots])
         verdict = pending_verdict(step, request_ids, verified, tokens, self.policy.needs_confidence)
         self.round_trace.add_pending(drafts, self.policy, self._began_s, int(step.decoded.sum()), verdict)
-
-    def _learn_costs(self, step: PendingStep, num_emitted: int, all_decoded: bool) -> None:
-        """Learn what a step and the round before it took."""
-        times = StepTimes(len(step.slots), step.num_tokens, num_emitted, step.verify_ms() if all_decoded else None)
-        if step.before is not None:
-            num_rows, (inputs_ms, steps_ms) = step.before.num_reqs, step.before.drafting_ms()
-            if steps_ms:
-                drafted = [(num_rows, ms) for ms in steps_ms]
-                times = times._replace(draft_steps=drafted, draft_round=(num_rows, inputs_ms))
-        self._learner.learn_times(times)

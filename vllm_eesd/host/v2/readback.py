@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from vllm_eesd.round.draft import DraftRound
+from vllm_eesd.round.outcome import StepTimes
 
 
 class HostCopy:
@@ -91,6 +92,17 @@ class Drafted(NamedTuple):
     generations: np.ndarray
     confidences: HostCopy
 
+    def num_not_finite(self) -> int:
+        """Return how many tokens of submitted drafts have a confidence that is NaN."""
+        confidences = self.confidences.numpy()
+        lengths = np.where(self.round.from_ngrams, 0, self.round.lengths)
+        return int((np.isnan(confidences) & (np.arange(confidences.shape[1]) < lengths[:, None])).sum())
+
+    def known_confidences(self) -> np.ndarray:
+        """Return those of the steps that ran, [num_reqs, K] float32, for every row ran every step; NaN of the rest."""
+        confidences = self.confidences.numpy()
+        return np.where(np.arange(confidences.shape[1]) < self.round.num_steps, confidences, np.nan)
+
 
 class PendingStep(NamedTuple):
     """A step of the target whose outcome is still on the device.
@@ -101,12 +113,15 @@ class PendingStep(NamedTuple):
         decoded: [num_reqs] bool, False for prompt chunks.
         num_verified: [num_reqs] int64, draft tokens the target judged.
         from_ngrams: [num_reqs] bool, whose were n-gram drafts.
-        matched: [num_reqs] int64, `NgramRates.matched` when the n-gram draft that this step judges was found.
+        matched: [num_reqs] int64, `NgramRates.matched` when the n-gram draft that this step judges was found; negative
+            if none was.
         num_tokens: tokens of the target's forward.
         counts: [num_reqs, 1 or 3] int32, tokens emitted, and where n-gram drafts are found what `find_ngrams` returns.
         before: the round before the step; None after a pause, when the time in between says nothing.
         after: the round that began when the step ended. What the host asks of both is over once `counts` are known.
         drafted: by the round before; None if nothing was.
+        decision: see `StepTimes`, of the round before.
+        num_skipped: see `StepTimes`.
     """
 
     slots: np.ndarray
@@ -120,7 +135,24 @@ class PendingStep(NamedTuple):
     before: RoundTimes | None
     after: RoundTimes
     drafted: Drafted | None
+    decision: tuple[int, float] | None = None
+    num_skipped: int = 0
 
     def verify_ms(self) -> float | None:
         """Return the time from the end of the round before to the beginning of the one after."""
         return None if self.before is None else self.after.ms(self.before, -1, 0)
+
+    def times(self, num_emitted: int, all_decoded: bool) -> StepTimes:
+        """Return what the step and the round before it took, once both are over.
+
+        Args:
+            num_emitted: tokens of all rows.
+            all_decoded: whether each of them emitted some.
+        """
+        verify_ms = self.verify_ms() if all_decoded else None
+        times = StepTimes(len(self.slots), self.num_tokens, num_emitted, verify_ms, num_skipped=self.num_skipped)
+        inputs_ms, steps_ms = (0.0, []) if self.before is None else self.before.drafting_ms()
+        if not steps_ms:
+            return times._replace(decision=self.decision)
+        num_rows = self.before.num_reqs
+        return times._replace(draft_steps=[(num_rows, ms) for ms in steps_ms], draft_round=(num_rows, inputs_ms))

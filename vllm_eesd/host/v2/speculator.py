@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import time
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -234,16 +235,19 @@ class EarlyExitSpeculator(DraftSteps):
 
     def _learn_and_draft(self, step: TargetStep, sampling: tuple, longest: int | None) -> None:
         """See `propose`; a round without drafts prepares nothing for draft steps."""
-        tokens = None
+        if self.rounds.skips(step, self._asynchronous):
+            return
+        began, tokens = time.thread_time(), None  # without what the host waits for
         if self.rounds.round_trace is not None:
             # The drafts just verified: this round's take their place once it is over.
             tokens = tokens_of_step(step, self._req_states.draft_tokens[step.idx_mapping])
         counts = step.num_sampled[:, None] if self.rounds.ngrams is None else self.ngrams.find(step)
         times = self.rounds.begin(step, self._asynchronous, counts, tokens, longest)
-        if self.rounds.num_steps:
-            self.draws = self.rounds.draws
+        round_, drawing = self.rounds.round, self.rounds.drawing
+        if round_.num_steps:
+            self.draws = drawing.any_drawn(round_)
             self._prepare(step, *sampling)
-            certain = self.rounds.certain
+            certain = drawing.certain(round_)
             if self.draws and certain.any():
                 self.temperature.index_fill_(0, async_tensor_h2d(step.slots()[certain], device=self.device), 0.0)
             graph = self._graph_for(step)
@@ -252,8 +256,9 @@ class EarlyExitSpeculator(DraftSteps):
             self._run_round(step, graph, times)
             if certain.any():
                 self.ngrams.make_certain(certain, step.idx_mapping, *self._made(step))
-        if self.rounds.from_ngrams.any():
-            self.ngrams.put(self.rounds.from_ngrams, step.idx_mapping, *self._made(step))
+        if round_.from_ngrams.any():
+            self.ngrams.put(round_.from_ngrams, step.idx_mapping, *self._made(step))
+        self.rounds.rest(step, (time.thread_time() - began) * 1e3)
 
     def _made(self, step: TargetStep) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the round's drafts, [num_reqs, K], and the logits they are verified against, if any are kept."""
@@ -282,7 +287,7 @@ class EarlyExitSpeculator(DraftSteps):
     def _run_round(self, target_step: TargetStep, graph: BatchExecutionDescriptor, times: RoundTimes) -> None:
         """Launch the round's draft steps, decided ahead: the host goes on while they run."""
         num_reqs = target_step.num_reqs
-        for step in range(1, self.rounds.num_steps + 1):
+        for step in range(1, self.rounds.round.num_steps + 1):
             self._run_step(step, num_reqs, graph, target_step.seq_lens_upper_bound, skip_attn=False)
             times.mark()
         self.rounds.end(self.draft_token_confidence_probs[:num_reqs])
