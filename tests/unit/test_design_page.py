@@ -21,7 +21,7 @@ def names_in(tree):
 
 
 def files_called(path):
-    """The files of the project that a page means by this path, which may begin anywhere below vllm_eesd/ or kernels/."""
+    """The files of the project that a page means by this path, which may begin anywhere."""
     files = [*(ROOT / "vllm_eesd").rglob("*.py"), *(ROOT / "kernels").rglob("*.py"), *(ROOT / "tests").rglob("*.py")]
     return [file for file in files if f"/{file.relative_to(ROOT)}".endswith(f"/{path}")]
 
