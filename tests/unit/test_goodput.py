@@ -114,6 +114,48 @@ def test_requests_behind_others_that_gained_nothing_may_lose_less():
     assert guard.credit - before == ALLOWANCE
 
 
+@pytest.mark.parametrize(("true_ms", "may_draft"), [(12.0, True), (300.0, False)])
+def test_a_debt_that_came_of_one_wrong_time_is_forgiven_once_the_time_is_known(true_ms, may_draft):
+    """One time of ten plain steps for a drafted one: what was charged by it is charged anew by those that follow."""
+    policy = build_policy("goodput", BetaPosterior(64, 6.7, 3.3), 0, {})
+    slots = np.arange(64)
+    policy.reset(slots)
+    costs = policy.costs
+    for _ in range(20):
+        costs.observe_verify(64, 64, 10.0)
+        costs.observe_draft_step(64, 1.0)
+    for ms in (100.0,) * 3:
+        costs.observe_verify(64, 128, ms)
+    for _ in range(3):
+        policy.begin(slots, np.full(64, 8))
+        policy.observe(outcome(slots, np.ones(64, dtype=np.int64), np.ones(64, dtype=np.int64)))
+    owed = policy.guard.credit
+    assert owed < -64
+    for _ in range(20):
+        costs.observe_verify(64, 128, true_ms)
+    for _ in range(2 * QUIET_ROUNDS):
+        policy.begin(slots, np.full(64, 8))
+        policy.observe(outcome(slots, np.zeros(64, dtype=np.int64), np.zeros(64, dtype=np.int64)))
+    assert policy.guard.may_draft() == may_draft
+    assert (policy.guard.credit > owed + 64) == may_draft
+
+
+def test_what_was_charged_anew_is_not_charged_anew_again():
+    policy = build_policy("goodput", BetaPosterior(1, 6.7, 3.3), 0, {})
+    slots, one, none = np.arange(1), np.ones(1, dtype=np.int64), np.zeros(1, dtype=np.int64)
+    policy.reset(slots)
+    for _ in range(3):
+        policy.costs.observe_verify(1, 1, 10.0)
+        policy.costs.observe_verify(1, 2, 60.0)
+    policy.begin(slots, 8 * one)
+    policy.observe(outcome(slots, one, none))
+    owed = policy.guard.credit
+    for num_rounds in range(1, 4 * QUIET_ROUNDS):
+        policy.begin(slots, 8 * one)
+        policy.observe(outcome(slots, none, none))
+        assert policy.guard.credit == pytest.approx(owed + num_rounds * PROBE_BUDGET)
+
+
 def idle(policy, slots, num_rounds, plain_ms=10.0):
     """Rounds of plain decoding, each with a draft decision that takes a tenth of it."""
     none = np.zeros(len(slots), dtype=np.int64)

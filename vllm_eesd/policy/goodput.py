@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -38,6 +40,20 @@ QUIET_ROUNDS = 8
 #: Once in so many rounds some are plain, and half of them while too few were timed: the unit of all comparisons. Two in
 #: a row, because only the second is a plain step as usual. A window of plain times is as old as so many of the others.
 PLAIN_EVERY, PLAIN_ROUNDS = WINDOW * WINDOW, 2
+
+
+class Charge(NamedTuple):
+    """A round with drafts as it was entered in the guard's account.
+
+    Attributes:
+        num_reqs: requests that decoded.
+        drafted: `num_verified`, `from_ngrams`, `num_steps` of `expected_gain.round_cost`.
+        cost: the round's time in plain steps, as believed then.
+    """
+
+    num_reqs: int
+    drafted: tuple[np.ndarray, np.ndarray, int]
+    cost: float
 
 
 class Goodput(DraftLengthPolicy):
@@ -77,6 +93,7 @@ class Goodput(DraftLengthPolicy):
         self.guard = Guard(settings.probe_budget)
         self.speedup = 1.0
         self._rounds = self._quiet_rounds = 0
+        self._charges: deque[Charge] = deque(maxlen=WINDOW)
         self._beliefs = np.zeros(posterior.max_num_reqs, expected_gain.BELIEFS)
         self._beliefs["chain"] = 1.0
         self._compile()
@@ -191,9 +208,19 @@ class Goodput(DraftLengthPolicy):
             self._quiet_rounds = 0
             drafted = outcome.num_verified, outcome.from_ngrams, outcome.num_steps
             cost, cost_of_drafts = expected_gain.round_cost(*drafted, self._times_of(num_reqs))
+            self._charges.append(Charge(num_reqs, drafted, cost))
             gain_of_drafts = int(outcome.num_accepted[~outcome.from_ngrams].sum()) - num_reqs * cost_of_drafts
+        elif self._quiet_rounds % QUIET_ROUNDS == 0 and not self.guard.may_draft():
+            self._charge_anew()
         self.guard.settle(num_reqs, cost, num_tokens, gain_of_drafts)
         self.speedup += (num_tokens / (num_reqs * cost) - self.speedup) / SPEEDUP_ROUNDS
+
+    def _charge_anew(self) -> None:
+        """Enter the last rounds with drafts at the costs known today: a debt may come of one time measured wrongly."""
+        for index, (num_reqs, drafted, before) in enumerate(self._charges):
+            cost, _ = expected_gain.round_cost(*drafted, self._times_of(num_reqs))
+            self.guard.charge_anew(num_reqs * (before - cost))
+            self._charges[index] = Charge(num_reqs, drafted, cost)
 
     def idle_rounds(self, slots: np.ndarray) -> int:
         if self._quiet_rounds < QUIET_ROUNDS:

@@ -62,6 +62,10 @@ class Guard:
         """Drafting gained something, or is believed to: explore again at once, and eagerly from then on."""
         self._wait, self._next_wait = 0.0, 1.0
 
+    def charge_anew(self, num_tokens: float) -> None:
+        """Correct the account: rounds already entered took so many tokens' time less than was believed."""
+        self.credit += num_tokens
+
     def settle(self, num_reqs: int, cost: float, num_tokens: int, gain_of_drafts: float) -> None:
         """Enter one round.
 
