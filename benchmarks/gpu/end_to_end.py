@@ -1,4 +1,4 @@
-"""End-to-end cost of plain decoding, EESD, n-gram lookup and a draft model on a big target without its weights.
+"""End-to-end cost of plain decoding, EESD, n-gram lookup, a draft model and EAGLE on a big target without its weights.
 
     python benchmarks/gpu/end_to_end.py 8b --csv benchmarks/results/gpu_end_to_end.csv
     python benchmarks/gpu/end_to_end.py --plot benchmarks/results/gpu_end_to_end.csv
@@ -62,15 +62,20 @@ NAMES = (
 #: Shape of the draft model beside each target.
 DRAFT_MODEL = {"8b": "1b", "1b": "160m", "tiny": "tiny"}
 EXIT_LAYER = {"8b": 3, "1b": 2, "tiny": 1}
-METHODS = ("plain", "eesd", "ngram", "draft_model")
+METHODS = ("plain", "eesd", "ngram", "draft_model", "eagle")
 PROMPT_TOKENS = 128
 
 
-def config_directory(shape: str, root: Path) -> str:
-    """Return a directory that holds a model's config and nothing else."""
-    directory = root / shape
+def config_directory(shape: str, root: Path, name: str = "", **others: int) -> str:
+    """Return a directory that holds a model's config and nothing else.
+
+    Args:
+        name: of the directory, the shape's if empty.
+        others: of the config, in place of the shape's.
+    """
+    directory = root / (name or shape)
     directory.mkdir(exist_ok=True)
-    config = LLAMA | dict(zip(NAMES, SHAPES[shape], strict=True))
+    config = LLAMA | dict(zip(NAMES, SHAPES[shape], strict=True)) | others
     if shape == "tiny":
         config["vocab_size"] = 512
     (directory / "config.json").write_text(json.dumps(config))
@@ -88,7 +93,11 @@ def speculative_config(method: str, shape: str, root: Path) -> dict | None:
     if method == "ngram":
         ngram = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 2, "prompt_lookup_max": 4}
         return ngram | imposed | {"synthetic_acceptance_length": NGRAM_LENGTH}
-    draft = {"method": "draft_model", "model": config_directory(DRAFT_MODEL[shape], root)}
+    if method == "eagle":
+        model = config_directory(shape, root, f"{shape}-eagle", num_hidden_layers=1)
+    else:
+        model = config_directory(DRAFT_MODEL[shape], root)
+    draft = {"method": method, "model": model}
     return draft | imposed | {"num_speculative_tokens": 4, "synthetic_acceptance_rates": RATES[:4]}
 
 
@@ -178,8 +187,8 @@ def check_memory(shape: str, options: argparse.Namespace) -> None:
     if share is None or not answer or not answer[0].isdigit():  # some devices share the host's memory and name none
         return
     total = int(answer[0]) * 2**20 / 1e9
-    # In addition to the weights: keys and values of 64 requests, activations, CUDA graphs.
-    needed = weights_gb(shape) + (weights_gb(DRAFT_MODEL[shape]) if "draft_model" in options.methods else 0) + 4
+    # In addition to the weights: keys and values of 128 requests, activations, CUDA graphs.
+    needed = weights_gb(shape) + (weights_gb(DRAFT_MODEL[shape]) if "draft_model" in options.methods else 0) + 6
     if share * total < needed:
         raise SystemExit(
             f"{shape}: an engine needs about {needed:.0f} GB, gpu_memory_utilization {share} of this GPU is "
@@ -269,10 +278,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("shape", nargs="?", choices=sorted(DRAFT_MODEL), default="8b")
     parser.add_argument("--methods", type=lambda text: text.split(","), default=list(METHODS))
-    parser.add_argument("--batch", type=lambda text: [int(b) for b in text.split(",")], default=[1, 8, 32, 64])
+    parser.add_argument("--batch", type=lambda text: [int(b) for b in text.split(",")], default=[1, 8, 32, 128])
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--engine", default='{"gpu_memory_utilization": 0.22}', help="further arguments of vllm.LLM")
+    parser.add_argument("--engine", default='{"gpu_memory_utilization": 0.18}', help="further arguments of vllm.LLM")
     parser.add_argument("--csv", type=Path, default=Path("benchmarks/results/gpu_end_to_end.csv"))
     parser.add_argument("--plot", type=Path, metavar="CSV", help="measure nothing")
     parser.add_argument("--serve", help=argparse.SUPPRESS)

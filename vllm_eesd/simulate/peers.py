@@ -59,8 +59,25 @@ class FixedLength(Drafter):
 
 def best_fixed(trace: DenseTrace, world: Callable[[], World], batch_size: int) -> tuple[int, Replay]:
     """Return the best fixed draft length in hindsight, the shortest of equals, and its replay in a fresh world."""
-    lengths = range(min(LONGEST_FIXED, trace.num_speculative_tokens) + 1)
-    replays = [replay(trace, FixedLength(), world(), batch_size, length) for length in lengths]
+    return _best_length(trace, world, batch_size, lambda length: FixedLength(), shortest=0)
+
+
+def best_adaptive(trace: DenseTrace, world: Callable[[], World], batch_size: int) -> tuple[int, Replay]:
+    """Return the K with which `AdaptiveVerification` is best in hindsight, 1 or more, and its replay likewise."""
+    confidence = fit_confidence(trace)
+    made = lambda length: AdaptiveVerification(confidence, batch_size, length)  # noqa: E731
+    return _best_length(trace, world, batch_size, made, shortest=1)
+
+
+def _best_length(
+    trace: DenseTrace,
+    world: Callable[[], World],
+    batch_size: int,
+    drafter: Callable[[int], Drafter],
+    shortest: int,
+) -> tuple[int, Replay]:
+    lengths = range(shortest, min(LONGEST_FIXED, trace.num_speculative_tokens) + 1)
+    replays = {length: replay(trace, drafter(length), world(), batch_size, length) for length in lengths}
     best = max(lengths, key=lambda length: replays[length].goodput_vs_plain)
     return best, replays[best]
 
@@ -89,7 +106,7 @@ class AdaptiveVerification(Drafter):
     def draft(self, batch: Batch, world: World) -> tuple[np.ndarray, np.ndarray]:
         num_reqs = len(batch.slots)
         self._last[batch.slots[batch.new]] = 1.0
-        current = self._confidence(batch.confidences)
+        current = self._confidence(batch.confidences[:, : self._last.shape[1]])
         valid = np.arange(current.shape[1]) < batch.limits[:, None]
         budget = self._budget(self._last[batch.slots], valid, world)
         self._last[batch.slots] = current

@@ -87,7 +87,7 @@ class PolicyReplay:
     """One policy's replay of one trace.
 
     Attributes:
-        length: the draft length of `best_fixed`.
+        length: the draft length of `best_fixed`, the longest of `vllm_adaptive`.
     """
 
     trace: str

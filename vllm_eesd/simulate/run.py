@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from vllm_eesd.policy import POLICIES, BetaPosterior, build_policy
-from vllm_eesd.simulate.peers import AdaptiveVerification, best_fixed, fit_confidence, oracle
+from vllm_eesd.simulate.peers import best_adaptive, best_fixed, oracle
 from vllm_eesd.simulate.replay import PolicyDrafter, PolicyReplay, replay
 from vllm_eesd.simulate.world import World
 from vllm_eesd.traces.dense import DenseTrace
@@ -20,6 +20,8 @@ from vllm_eesd.traces.read import read_dense
 
 #: What policies are compared with, in the table's order.
 REFERENCES = ("oracle", "best_fixed", "vllm_adaptive")
+#: `goodput` without n-gram drafts, replayed beside it where a trace holds texts.
+HEAD_ALONE = "goodput-head"
 MIXED = "mixed"
 
 
@@ -112,15 +114,20 @@ def simulate(
         return World(trace.costs, draft_scale, verify_scale, seed)
 
     length, fixed = best_fixed(trace, world, batch)
-    controller = AdaptiveVerification(fit_confidence(trace), batch, trace.num_speculative_tokens)
+    longest, adaptive = best_adaptive(trace, world, batch)
     outcomes = [
         PolicyReplay(name, "oracle", oracle(trace, world(), batch)),
         PolicyReplay(name, "best_fixed", fixed, length),
-        PolicyReplay(name, "vllm_adaptive", replay(trace, controller, world(), batch)),
+        PolicyReplay(name, "vllm_adaptive", adaptive, longest),
     ]
+    with_texts = all(request.prompt is not None for request in trace.requests)
     for policy_name in policies:
-        policy = build_policy(policy_name, BetaPosterior(batch, *trace.prior), seed, {})
-        outcomes.append(PolicyReplay(name, policy_name, replay(trace, PolicyDrafter(policy), world(), batch)))
+        variants: dict[str, dict] = {policy_name: {}}
+        if policy_name == "goodput" and with_texts:
+            variants[HEAD_ALONE] = {"ngram": False}
+        for label, policy_args in variants.items():
+            policy = build_policy(policy_name, BetaPosterior(batch, *trace.prior), seed, policy_args)
+            outcomes.append(PolicyReplay(name, label, replay(trace, PolicyDrafter(policy), world(), batch)))
     return outcomes
 
 

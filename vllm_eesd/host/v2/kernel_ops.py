@@ -160,6 +160,6 @@ def exit_head_rows(step: DraftLayers, vllm_config: VllmConfig, timer: Timer | No
     def time(num_rows: int) -> Timing:
         x = torch.ones(num_rows, weight.shape[1], dtype=dtype, device=weight.device)
         arguments = x, weight, vocab_size, norm.weight, norm.variance_epsilon, token_ids
-        return Timing(num_rows, *timer(lambda: exit_head(*arguments), lambda: choose(F.linear(x, weight))))
+        return Timing(num_rows, *timer(lambda: exit_head(*arguments), lambda: choose(F.linear(norm(x), weight))))
 
     return kernel_choice.decide("exit_head", kernel_choice.sizes_up_to(most), time)
