@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -568,3 +569,17 @@ def test_the_demos_picture_shows_no_progress_and_fetches_nothing():
 
 def test_runs_compute_tokens_per_second():
     assert Runs(seconds=[2.0, 4.0], outputs=[[[1, 2], [3, 4]], [[1, 2], [3, 4]]]).tokens_per_s() == [2.0, 1.0]
+
+
+def test_steps_of_every_size_are_timed_while_every_round_is_watched():
+    """An engine skips rounds in which no request may draft, and times none of them, unless somebody watches."""
+    from vllm_eesd.bench.trace_record import TIMED_LENGTHS, time_steps
+
+    calls = []
+
+    def generate(prompts, num_tokens, extra_args):
+        calls.append((len(prompts), extra_args["eesd_max_draft_tokens"]))
+
+    engine = SimpleNamespace(ask=calls.append, generate=generate)
+    time_steps(engine, [[1], [2], [3]], [1, 3], longest=4)
+    assert calls == ["eesd_take_rounds", *((batch, length) for batch in (1, 3) for length in TIMED_LENGTHS[:5])]
