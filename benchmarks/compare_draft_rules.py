@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from math import ceil
 from pathlib import Path
@@ -159,15 +160,18 @@ def load(path: Path) -> DenseTrace:
     return replace(trace, requests=requests, num_speculative_tokens=min(trace.num_speculative_tokens, LONGEST))
 
 
-def goodput_by_rule(shape: str, batch: int, path: Path, host_scale: float, seed: int) -> dict[str, float]:
-    """Return tokens per time relative to plain decoding."""
+def goodput_by_rule(
+    shape: str, batch: int, path: Path, host_scale: float, seed: int, rules: Sequence[str] = tuple(RULES)
+) -> dict[str, float]:
+    """Return tokens per time relative to plain decoding, by rule."""
     trace = load(path)
     sizes, draft_layers, tp = SHAPES[shape]
     machine = Roofline(sizes, draft_layers, GPUS["h200"], tp, "bfloat16", CONTEXT, REACHED)
     costs = costs_of(machine, batch, trace.num_speculative_tokens)
     trace = replace(trace, requests=trace.requests * ceil(2 * batch / len(trace.requests)))
     goodputs = {}
-    for name, (rule, host) in RULES.items():
+    for name in rules:
+        rule, host = RULES[name]
         scaled = replace(host, step_ms=host.step_ms * host_scale, request_ms=host.request_ms * host_scale)
         policy = build_policy("goodput", BetaPosterior(batch, *trace.prior), seed, {"ngram": name == "n-grams"})
         world = Device(costs, scaled, seed)
