@@ -6,12 +6,13 @@ import os
 from collections.abc import Sequence
 
 import numpy as np
+from matplotlib import colormaps
 from matplotlib.figure import Figure
 
 from vllm_eesd.simulate.replay import PolicyReplay
 
 #: In the two lower panels more lines than these cannot be told apart.
-SHOWN = ("goodput", "beta_ts", "best_fixed", "vllm_adaptive")
+SHOWN = ("goodput", "goodput-head", "beta_ts", "best_fixed", "vllm_adaptive")
 
 
 def plot(path: str | os.PathLike, outcomes: Sequence[PolicyReplay]) -> None:
@@ -33,7 +34,7 @@ def _plot_goodput(axes, outcomes: Sequence[PolicyReplay]) -> None:
         heights = [
             o.replay.goodput_vs_plain for trace in traces for o in outcomes if (o.trace, o.policy) == (trace, policy)
         ]
-        axes.bar(np.arange(len(traces)) + number * width, heights, width, label=policy, color=f"C{number}")
+        axes.bar(np.arange(len(traces)) + number * width, heights, width, label=policy, color=colormaps["tab20"](number))
     axes.axhline(1.0, color="black", linewidth=0.8)
     axes.set_xticks(np.arange(len(traces)) + 0.4 - width / 2, traces)
     axes.set_ylabel("goodput, plain decoding = 1")
@@ -56,7 +57,7 @@ def _plot_regret(axes, outcomes: Sequence[PolicyReplay]) -> None:
 
 def _plot_lengths(axes, outcomes: Sequence[PolicyReplay]) -> None:
     longest = max(max(outcome.replay.draft_lengths) for outcome in outcomes)
-    shown = [outcome for outcome in outcomes if outcome.policy in (*SHOWN[:2], "oracle")]
+    shown = [outcome for outcome in outcomes if outcome.policy in (*SHOWN[:3], "oracle")]
     width = 0.8 / max(len(shown), 1)
     for number, outcome in enumerate(shown):
         shares = np.bincount(outcome.replay.draft_lengths, minlength=longest + 1) / len(outcome.replay.draft_lengths)
