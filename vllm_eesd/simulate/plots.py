@@ -34,7 +34,8 @@ def _plot_goodput(axes, outcomes: Sequence[PolicyReplay]) -> None:
         heights = [
             o.replay.goodput_vs_plain for trace in traces for o in outcomes if (o.trace, o.policy) == (trace, policy)
         ]
-        axes.bar(np.arange(len(traces)) + number * width, heights, width, label=policy, color=colormaps["tab20"](number))
+        places, colour = np.arange(len(traces)) + number * width, colormaps["tab20"](number)
+        axes.bar(places, heights, width, label=policy, color=colour)
     axes.axhline(1.0, color="black", linewidth=0.8)
     axes.set_xticks(np.arange(len(traces)) + 0.4 - width / 2, traces)
     axes.set_ylabel("goodput, plain decoding = 1")
