@@ -68,8 +68,9 @@ def in_this_process(model: str, exit_layer: int, data: str) -> dict[str, int]:
     import torch
 
     from vllm_eesd.distill.losses import CHUNK_LOGITS
-    from vllm_eesd.distill.model import load_target, new_head
+    from vllm_eesd.distill.model import new_head
     from vllm_eesd.distill.run import run
+    from vllm_eesd.distill.target import load_target
 
     torch.set_num_threads(1)
     libraries = peak_bytes()

@@ -79,7 +79,8 @@ def write_random(directory: Path, vocab_size: int) -> str:
 
 def write_head_like(directory: Path, model: str, exit_layer: int, head_type: str, size: int) -> Path:
     """Write an untrained head that drafts from `size` random tokens, 0 for all, and return its directory."""
-    from vllm_eesd.distill.model import head_config, load_target, new_head
+    from vllm_eesd.distill.model import head_config, new_head
+    from vllm_eesd.distill.target import load_target
     from vllm_eesd.distill.vocabulary import restrict
     from vllm_eesd.exit_head.checkpoint import Prior, write_head
 

@@ -37,7 +37,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from vllm_eesd.distill.data import TokenData
 from vllm_eesd.distill.generate import OwnText, continue_windows, sampled_through_vllm
 from vllm_eesd.distill.losses import distillation_loss, forward_kl
-from vllm_eesd.distill.model import Target, load_target
+from vllm_eesd.distill.target import Target, load_target
 from vllm_eesd.distill.train import DEFAULT_LR, TrainConfig, _make_optimizers, learning_rate_scale, uses_bfloat16
 
 MODEL = "models/eesd-code-10m"

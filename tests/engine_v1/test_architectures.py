@@ -78,7 +78,8 @@ def plain_output(target_dir, engine, greedy, prompts):
 
 
 def clone_of_the_last_layer(target_dir, directory):
-    from vllm_eesd.distill.model import head_config, load_target, new_head
+    from vllm_eesd.distill.model import head_config, new_head
+    from vllm_eesd.distill.target import load_target
     from vllm_eesd.exit_head.checkpoint import Prior, write_head
 
     target = load_target(target_dir, LAYERS - 1, "cpu")

@@ -11,8 +11,8 @@ import torch
 
 from vllm_eesd.distill import generate, vllm_sampler
 from vllm_eesd.distill.generate import OwnText
-from vllm_eesd.distill.model import load_target
 from vllm_eesd.distill.run import run
+from vllm_eesd.distill.target import load_target
 
 VOCAB, SEQ_LEN, BATCH = 512, 24, 4
 # vLLM serves this float32 checkpoint in bfloat16, as it would to users: 8 bits of logits of about 10, through 8 layers.

@@ -69,7 +69,8 @@ def prompts():
 @torch.no_grad()
 def test_the_target_is_loaded_as_it_is_served(target_dir):
     """Weights are the int8 ones times their scales, and activations are quantised: 1/254 of a token's largest."""
-    from vllm_eesd.distill.model import load_target, new_head
+    from vllm_eesd.distill.model import new_head
+    from vllm_eesd.distill.target import load_target
 
     target = load_target(target_dir, 2, "cpu")
     linear = target.model.model.layers[1].self_attn.q_proj
@@ -105,7 +106,7 @@ def test_distilled_and_served(target_dir, engine, greedy, prompts, tmp_path):
 
 
 def test_another_method_is_refused(target_dir, tmp_path):
-    from vllm_eesd.distill.model import load_target
+    from vllm_eesd.distill.target import load_target
 
     raw = json.loads(open(f"{target_dir}/config.json").read())
     raw["quantization_config"] = {"quant_method": "gptq", "bits": 4}

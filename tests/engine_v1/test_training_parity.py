@@ -21,7 +21,8 @@ def prompts():
 
 def write_new_head(target_directory, directory, head_type, token_ids=None, exit_layer=6, head_layers=1):
     """Write a head with weights of its own; returns (its directory, the same target and head as training modules)."""
-    from vllm_eesd.distill.model import head_config, load_target, new_head
+    from vllm_eesd.distill.model import head_config, new_head
+    from vllm_eesd.distill.target import load_target
     from vllm_eesd.distill.vocabulary import restrict
     from vllm_eesd.exit_head.checkpoint import Prior, write_head
 

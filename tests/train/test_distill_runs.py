@@ -18,9 +18,10 @@ from safetensors.torch import load_file
 
 from vllm_eesd.distill import generate, report
 from vllm_eesd.distill.data import TokenData
-from vllm_eesd.distill.model import load_target, new_head
+from vllm_eesd.distill.model import new_head
 from vllm_eesd.distill.processes import check_batch, share_of
 from vllm_eesd.distill.run import run
+from vllm_eesd.distill.target import load_target
 from vllm_eesd.distill.train import TrainConfig, train
 from vllm_eesd.exit_head.checkpoint import ExitHeadConfig
 

@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from vllm_eesd import cli
-from vllm_eesd.bench import demo, engines, hardware, latency, prompts
+from vllm_eesd.bench import demo, engine_log, engines, hardware, latency, prompts
 from vllm_eesd.bench import measure as measuring
 from vllm_eesd.bench.engines import EngineSettings, fit_max_model_len
 from vllm_eesd.bench.measure import Runs, count_rounds, first_difference, measure, paired_ratios, round_statistics, rows
@@ -429,10 +429,10 @@ RuntimeError: Engine core initialization failed.
 def test_an_engine_that_dies_is_explained_by_its_innermost_process(tmp_path):
     log = tmp_path / "log"
     log.write_text(WORKER_DIES_FIRST)
-    said = engines._complaint("plain", RuntimeError("Engine core initialization failed.\nSee above."), log)
+    said = engine_log.complaint("plain", RuntimeError("Engine core initialization failed.\nSee above."), log)
     assert said == f"plain: vLLM did not start: torch.OutOfMemoryError: no room for 3 GiB (log: {log})"
     log.write_text("")
-    assert engines._complaint("plain", RuntimeError("out of luck\nx"), log).startswith(
+    assert engine_log.complaint("plain", RuntimeError("out of luck\nx"), log).startswith(
         "plain: vLLM did not start: out of"
     )
 
@@ -440,14 +440,14 @@ def test_an_engine_that_dies_is_explained_by_its_innermost_process(tmp_path):
 def test_a_users_mistake_leaves_no_log(tmp_path):
     log = tmp_path / "log"
     log.write_text(WORKER_DIES_FIRST)
-    assert engines._complaint("eesd", ValueError("exit_layer=9 is not allowed\nmore"), log) == (
+    assert engine_log.complaint("eesd", ValueError("exit_layer=9 is not allowed\nmore"), log) == (
         "eesd: exit_layer=9 is not allowed"
     )
     assert not log.exists()
 
 
 def test_engines_print_into_the_log_and_the_terminal_stays_clean(tmp_path, capfd):
-    with engines._output_to(tmp_path / "log"):
+    with engine_log.output_to(tmp_path / "log"):
         child = subprocess.Popen(["sh", "-c", "echo started; sleep 0.2; echo later; echo warning >&2"])
         os.write(1, b"from the parent\n")
     os.write(1, b"after\n")
@@ -458,7 +458,7 @@ def test_engines_print_into_the_log_and_the_terminal_stays_clean(tmp_path, capfd
 
 def test_debugging_leaves_the_terminal_alone(tmp_path, capfd, monkeypatch):
     monkeypatch.setenv("EESD_DEBUG", "1")
-    with engines._output_to(tmp_path / "log"):
+    with engine_log.output_to(tmp_path / "log"):
         subprocess.run(["echo", "started"], check=True)
     assert capfd.readouterr().out == "started\n"
 

@@ -11,7 +11,8 @@ import torch
 
 from vllm_eesd.distill.calibrate import Rounds, calibration_errors, count, draft_rounds, fit_prior, run
 from vllm_eesd.distill.generate import greedy_held_out
-from vllm_eesd.distill.model import head_config, load_head, load_target, new_head
+from vllm_eesd.distill.model import head_config, load_head, new_head
+from vllm_eesd.distill.target import load_target
 from vllm_eesd.distill.vocabulary import restrict
 from vllm_eesd.exit_head.checkpoint import ExitHeadConfig, Prior, write_head
 from vllm_eesd.policy import Calibration

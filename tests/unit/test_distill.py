@@ -26,8 +26,9 @@ from vllm_eesd.distill.data import (
 )
 from vllm_eesd.distill.generate import OwnText, continue_windows
 from vllm_eesd.distill.metrics import evaluate
-from vllm_eesd.distill.model import Target, block_mask, load_target, new_head
+from vllm_eesd.distill.model import block_mask, new_head
 from vllm_eesd.distill.run import run
+from vllm_eesd.distill.target import Target, load_target
 from vllm_eesd.distill.text import text_files
 from vllm_eesd.distill.train import TrainConfig, random_block_starts, train
 from vllm_eesd.exit_head.checkpoint import ExitHeadConfig, read_tensors

@@ -11,8 +11,9 @@ import torch
 from vllm_eesd.distill import losses, vocabulary
 from vllm_eesd.distill.data import TokenData
 from vllm_eesd.distill.metrics import evaluate
-from vllm_eesd.distill.model import load_head, load_target, new_head
+from vllm_eesd.distill.model import load_head, new_head
 from vllm_eesd.distill.run import run
+from vllm_eesd.distill.target import load_target
 from vllm_eesd.distill.train import TrainConfig, train
 from vllm_eesd.distill.vocabulary import end_tokens, most_frequent, restrict, token_shares
 from vllm_eesd.exit_head.checkpoint import ExitHeadConfig, read_tensors

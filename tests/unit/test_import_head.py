@@ -12,7 +12,8 @@ from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from vllm_eesd.distill.import_head import run
-from vllm_eesd.distill.model import load_head, load_target
+from vllm_eesd.distill.model import load_head
+from vllm_eesd.distill.target import load_target
 from vllm_eesd.exit_head.checkpoint import ExitHeadConfig, read_tensors
 
 VOCAB, LAYERS, HIDDEN, INNER = 64, 4, 32, 48

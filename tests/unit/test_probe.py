@@ -13,8 +13,8 @@ import torch
 from vllm_eesd.distill import probe as probing
 from vllm_eesd.distill.layer_costs import LayerCosts, measure_costs
 from vllm_eesd.distill.losses import CHUNK_LOGITS
-from vllm_eesd.distill.model import load_target
 from vllm_eesd.distill.probe import LayerResult, best_speedup, decide, headless_agreement, probe, run
+from vllm_eesd.distill.target import load_target
 from vllm_eesd.distill.text import own_text
 
 VOCAB, LAYERS, SEQ_LEN = 64, 4, 32

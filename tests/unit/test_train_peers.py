@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from vllm_eesd.distill.model import Target
+from vllm_eesd.distill.target import Target
 
 SCRIPT = Path(__file__).resolve().parents[2] / "models" / "make" / "train_peers.py"
 #: Sums in another order, in float32.

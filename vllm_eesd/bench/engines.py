@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
@@ -16,6 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vllm_eesd.bench.engine_log import complaint, debugging, first_line, output_to
 from vllm_eesd.bench.hardware import versions
 from vllm_eesd.bench.prompts import Prompt
 from vllm_eesd.bench.vllm_engine import VllmEngine
@@ -41,12 +40,6 @@ TRAINED_PEERS, PEER_DRAFT_LENGTH = ("draft_model", "eagle"), 4
 SPARE_TOKENS = 64
 #: Engines that are started side by side on a CPU, and the time after which the first of them was not refused.
 STARTED_AT_ONCE, HEAD_START_S = 2, 3.0
-#: The last line of a traceback, after a log prefix or at the start of a line.
-ERROR_LINE = re.compile(r"(?:^|\] )([\w.]*(?:Error|Exception)(?:: .+)?)$", re.MULTILINE)
-
-
-def debugging() -> bool:
-    return os.environ.get("EESD_DEBUG") == "1"
 
 
 @dataclass(frozen=True)
@@ -148,7 +141,7 @@ def load_target(model: str, progress: Callable[[str], None]) -> tuple[Pretrained
         return AutoConfig.from_pretrained(model), AutoTokenizer.from_pretrained(model)
     except (OSError, ValueError) as error:
         allowed = "a directory with config.json, weights and tokenizer, or a Hub id that can be reached"
-        raise ValueError(f"model={model!r} is not a target ({_first_line(error)}); allowed: {allowed}") from None
+        raise ValueError(f"model={model!r} is not a target ({first_line(error)}); allowed: {allowed}") from None
 
 
 def encode_prompts(
@@ -216,7 +209,7 @@ def running_engines(
             some = {method: settings.method_arguments(method) for method in waiting[first : first + at_once]}
             last = first + len(some)
             progress(f"starting vLLM for {' and '.join(some)} ({last} of {len(waiting)}): loading, compiling")
-            with _output_to(log):
+            with output_to(log):
                 outcomes = _start_together(start, some)
             failed = {method: error for method, error in outcomes.items() if isinstance(error, Exception)}
             for method in outcomes.keys() - failed.keys():
@@ -225,7 +218,7 @@ def running_engines(
             for method, error in failed.items():
                 if debugging():
                     raise error
-                raise ValueError(_complaint(method, error, log)) from error
+                raise ValueError(complaint(method, error, log)) from error
         try:
             yield {method: engines[method] for method in methods}
         except Exception as error:
@@ -265,42 +258,3 @@ def start_engine(settings: EngineSettings, max_model_len: int, num_engines: int 
         # Each engine would take 92% of the GPU; they share it.
         arguments["gpu_memory_utilization"] = round(0.9 / num_engines, 2)
     return LLM(settings.model, **arguments)
-
-
-@contextmanager
-def _output_to(log: Path) -> Iterator[None]:
-    """Send file descriptors 1 and 2 to the log: a child started meanwhile keeps them for good."""
-    if debugging():
-        yield
-        return
-    sys.stdout.flush()
-    sys.stderr.flush()
-    saved = [(fd, os.dup(fd)) for fd in (1, 2)]
-    with open(log, "ab") as file:
-        for fd, _ in saved:
-            os.dup2(file.fileno(), fd)
-    try:
-        yield
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        for fd, copy in saved:
-            os.dup2(copy, fd)
-            os.close(copy)
-
-
-def _complaint(method: str, error: Exception, log: Path) -> str:
-    """Return why an engine did not start, in one line; the log stays where there is more to read in it."""
-    if isinstance(error, ValueError):
-        log.unlink()
-        return f"{method}: {_first_line(error)}"
-    # The innermost process fails first; what the others say about it comes after.
-    said = ERROR_LINE.findall(log.read_text(errors="replace"))
-    return f"{method}: vLLM did not start: {said[0].strip() if said else _first_line(error)} (log: {log})"
-
-
-def _first_line(error: Exception) -> str:
-    """Return one line; pydantic's errors carry theirs in `errors()`."""
-    errors = getattr(error, "errors", None)
-    text = errors()[0]["msg"].removeprefix("Value error, ") if callable(errors) else str(error)
-    return next((line.strip() for line in text.splitlines() if line.strip()), type(error).__name__)

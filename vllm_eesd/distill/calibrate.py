@@ -18,8 +18,9 @@ from vllm_eesd.config import LONGEST_DRAFT
 from vllm_eesd.distill.data import long_enough
 from vllm_eesd.distill.generate import greedy_held_out
 from vllm_eesd.distill.metrics import draft_passes
-from vllm_eesd.distill.model import Target, load_head, load_target
+from vllm_eesd.distill.model import load_head
 from vllm_eesd.distill.report import check_writable, serve_command, write_json
+from vllm_eesd.distill.target import Target, load_target
 from vllm_eesd.distill.text import check_seq_len, read_text
 from vllm_eesd.exit_head.checkpoint import ExitHeadConfig, Prior
 from vllm_eesd.policy import Calibration

@@ -15,8 +15,8 @@ from tqdm import tqdm
 
 from vllm_eesd.distill import processes
 from vllm_eesd.distill.data import Tokens, random_windows, spaced_windows, stacked, token_dtype
-from vllm_eesd.distill.model import Target
 from vllm_eesd.distill.report import write_json
+from vllm_eesd.distill.target import Target
 from vllm_eesd.distill.vllm_sampler import VllmSampler
 
 # Windows continued at one time; the KV cache of more does not pay on a CPU.

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from vllm_eesd.distill.model import Target
+from vllm_eesd.distill.target import Target
 
 # Tokens in the cache while timing, where the target takes that many.
 CONTEXT = 256

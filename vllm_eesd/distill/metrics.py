@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from vllm_eesd.config import LONGEST_DRAFT
 from vllm_eesd.distill.losses import CHUNK_LOGITS
-from vllm_eesd.distill.model import Target
+from vllm_eesd.distill.target import Target
 from vllm_eesd.distill.vocabulary import draft_logits
 
 

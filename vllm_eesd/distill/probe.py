@@ -13,9 +13,9 @@ from torch import Tensor
 from vllm_eesd.config import LONGEST_DRAFT
 from vllm_eesd.distill.layer_costs import LayerCosts, LayerResult, measure_costs
 from vllm_eesd.distill.losses import CHUNK_LOGITS
-from vllm_eesd.distill.model import Target, load_target
 from vllm_eesd.distill.plots import check_plot, plot_probe
 from vllm_eesd.distill.report import check_writable, command, write_json
+from vllm_eesd.distill.target import Target, load_target
 from vllm_eesd.distill.text import measuring_windows
 
 # Floats of hidden states kept at one time: 256 MiB of float32.

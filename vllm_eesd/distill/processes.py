@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from vllm_eesd.distill.model import Target
+from vllm_eesd.distill.target import Target
 
 LONGEST_WAIT = datetime.timedelta(days=7)
 

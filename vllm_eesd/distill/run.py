@@ -21,9 +21,10 @@ from vllm_eesd.distill.data import TokenData, long_enough, spaced_windows, split
 from vllm_eesd.distill.generate import OwnText, continue_windows, greedy_held_out, sampled_through_vllm
 from vllm_eesd.distill.loading import saved_dtype
 from vllm_eesd.distill.metrics import evaluate
-from vllm_eesd.distill.model import Target, head_config, load_target, new_head
+from vllm_eesd.distill.model import head_config, new_head
 from vllm_eesd.distill.probe import best_exit_layer, probe
 from vllm_eesd.distill.report import check_writable, command, serve_command, write_json
+from vllm_eesd.distill.target import Target, load_target
 from vllm_eesd.distill.text import check_seq_len, measuring_windows, read_text
 from vllm_eesd.distill.train import train
 from vllm_eesd.distill.vocabulary import check_size, end_tokens, most_frequent, restrict, token_shares

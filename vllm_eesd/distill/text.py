@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 
 from vllm_eesd.distill.data import Tokens, long_enough, read_sources, spaced_windows
 from vllm_eesd.distill.generate import BATCH, continue_windows
-from vllm_eesd.distill.model import Target
+from vllm_eesd.distill.target import Target
 
 # Files taken from a directory or a data set: text for sure. Token ids, .bin, must be named one by one.
 TEXT_SUFFIXES = {".jsonl", ".md", ".py", ".rst", ".txt"}

@@ -20,7 +20,7 @@ from vllm_eesd.distill import processes
 from vllm_eesd.distill.config import TrainConfig
 from vllm_eesd.distill.data import TokenData
 from vllm_eesd.distill.losses import build_loss, distillation_loss
-from vllm_eesd.distill.model import Target
+from vllm_eesd.distill.target import Target
 from vllm_eesd.distill.vocabulary import draft_token_ids
 from vllm_eesd.files import replacing
 

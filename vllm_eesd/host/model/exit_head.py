@@ -1,4 +1,4 @@
-"""The exit head on vLLM's own layers, and its KV fill inside the target's forward."""
+"""The exit head on vLLM's own layers."""
 
 from __future__ import annotations
 
@@ -19,64 +19,18 @@ from vllm_eesd.host.compat import (
     ReplicatedLinear,
     RMSNorm,
     VllmConfig,
-    direct_register_custom_op,
-    get_forward_context,
     init_logger,
     process_weights_after_loading,
     set_default_torch_dtype,
 )
 from vllm_eesd.host.model.draft_vocabulary import DraftVocabulary
+from vllm_eesd.host.model.kv_fill import fill_layer
 from vllm_eesd.host.model.layers import carries_residual, run_layer, summed
 
 if TYPE_CHECKING:
-    from vllm.model_executor.layers.attention import Attention
     from vllm.model_executor.models.utils import WeightsMapper
 
 logger = init_logger("vllm.eesd")
-
-
-def kv_fill(
-    hidden_states: torch.Tensor, key: torch.Tensor, value: torch.Tensor, positions: torch.Tensor, layer_name: str
-) -> None:
-    """Write the exit layer's K/V of all scheduled tokens into its paged cache.
-
-    Args:
-        hidden_states: [num_tokens, hidden_size], declared as mutated (it is not): the next layer reads it, so a
-            compiler can neither drop this call nor move it.
-        key, value: [num_tokens, num_kv_heads * head_size], see `ExitHead.fill_by`.
-        positions: [num_tokens] int64.
-        layer_name: of the exit layer's `Attention`.
-    Source: vllm/model_executor/layers/attention/attention.py, unified_kv_cache_update.
-    """
-    context = get_forward_context()
-    slot_mapping = context.slot_mapping.get(layer_name)
-    if slot_mapping is None:  # profiling and warm-up
-        return
-    attention = context.no_compile_layers[layer_name]
-    getattr(attention, "eesd_fill", write_kv)(attention, attention.kv_cache, slot_mapping, key, value, positions)
-
-
-def write_kv(
-    attention: Attention,
-    kv_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    positions: torch.Tensor,
-) -> None:
-    """Write keys, normed and rotated, and values as the layer's attention backend does.
-
-    Args:
-        slot_mapping: [num_tokens] int64.
-        The others: see `kv_fill`.
-    """
-    key = key.view(-1, attention.num_kv_heads, attention.head_size)
-    value = value.view(-1, attention.num_kv_heads, attention.head_size_v)
-    attention.impl.do_kv_cache_update(attention, key, value, kv_cache, slot_mapping)
-
-
-_LIBRARY = torch.library.Library("eesd", "FRAGMENT")
-direct_register_custom_op("kv_fill", kv_fill, ["hidden_states"], lambda *args, **kwargs: None, target_lib=_LIBRARY)
 
 
 class ExitHead(nn.Module):
@@ -164,7 +118,7 @@ class ExitHead(nn.Module):
         # The sum is a new tensor: RMSNorm(x, residual) would write into the target's residual stream.
         qkv, _ = attention.qkv_proj(self.layer.input_layernorm(summed(hidden_states, residual)))
         query, key, value = qkv.split([attention.q_size, attention.kv_size, attention.kv_size], dim=-1)
-        _fill(attention, positions, hidden_states, query, key, value)
+        fill_layer(attention, positions, hidden_states, query, key, value)
 
     def fill_by(self, fill: Callable[..., None]) -> None:
         """Have the KV fill done by `fill`, called as `write_kv` is, with keys as the projection left them.
@@ -228,7 +182,7 @@ class DeepContextHead(ExitHead):
             for filled in (self, *self.upper):
                 key, value = filled.kv_proj(normed)[0].chunk(2, dim=-1)
                 written = torch.zeros_like(key), key.contiguous(), value.contiguous()
-                _fill(filled.layer.self_attn, args[0], hidden_states, *written)
+                fill_layer(filled.layer.self_attn, args[0], hidden_states, *written)
 
         target.model.layers[-1].register_forward_hook(fill)
 
@@ -293,22 +247,6 @@ def load_head(
     head = HEAD_CLASSES[config.head_type].load(vllm_config, target, config, directory)
     head.hook_kv_fill(target, config.exit_layer)
     return head
-
-
-def _fill(
-    attention: nn.Module,
-    positions: torch.Tensor,
-    read_later: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-) -> None:
-    """Norm and rotate the keys as a layer's attention does, and write; the rotary embedding wants a query too."""
-    if not hasattr(attention.attn, "eesd_fill"):
-        if hasattr(attention, "k_norm"):  # Qwen3
-            key = attention.k_norm(key.view(-1, attention.num_kv_heads, attention.head_dim)).view(key.shape)
-        _, key = attention.rotary_emb(positions, query, key)
-    torch.ops.eesd.kv_fill(read_later, key, value, positions, attention.attn.layer_name)
 
 
 def _kv_projection(attention: nn.Module, vllm_config: VllmConfig) -> QKVParallelLinear:

@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from vllm_eesd.host.compat import VllmConfig
-from vllm_eesd.host.model.exit_head import ExitHead, write_kv
+from vllm_eesd.host.model.exit_head import ExitHead
+from vllm_eesd.host.model.kv_fill import write_kv
 from vllm_eesd.host.model.layers import is_plain_norm
 from vllm_eesd.host.v2 import kernel_choice
 from vllm_eesd.host.v2.compat import RotaryEmbedding

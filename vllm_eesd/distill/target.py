@@ -1,0 +1,87 @@
+"""The frozen target, as a PyTorch module on transformers' own layers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from vllm_eesd.distill.loading import decompression, fold_logits_scaling, read_config
+
+# Cosine and sine of each position, [1, seq_len, head_dim] each.
+Rotary = tuple[Tensor, Tensor]
+
+
+class Target(nn.Module):
+    """The target, frozen; forward stops nowhere but also returns what enters the exit layer."""
+
+    def __init__(self, model: nn.Module, exit_layer: int) -> None:
+        super().__init__()
+        self.model = model.requires_grad_(False).eval()
+        self.config = model.config
+        self.exit_layer = exit_layer
+
+    @property
+    def lm_head(self) -> nn.Linear:
+        return self.model.lm_head
+
+    @property
+    def fingerprint(self) -> float:
+        """A number that another target's weights do not have."""
+        return round(self.model.model.norm.weight.double().sum().item(), 6)
+
+    def forward(self, ids: Tensor) -> tuple[Tensor, Tensor, Rotary]:
+        """Return (hidden state entering layer N, normed output, rotary cos and sin).
+
+        Args:
+            ids: [num_windows, seq_len] int64; all positions attend to all earlier ones of their window.
+        """
+        hidden, arguments = self.embed(ids)
+        for index, layer in enumerate(self.model.model.layers):
+            if index == self.exit_layer:
+                exit_hidden = hidden
+            hidden = layer(hidden, **arguments)
+        return exit_hidden, self.model.model.norm(hidden), arguments["position_embeddings"]
+
+    def embed(self, ids: Tensor) -> tuple[Tensor, dict[str, Any]]:
+        """Return (what enters layer 0, the arguments every layer takes beside the hidden state)."""
+        decoder = self.model.model
+        hidden = decoder.embed_tokens(ids) * getattr(decoder, "embedding_multiplier", 1.0)  # Granite has one
+        positions = torch.arange(ids.shape[1], device=ids.device)[None]
+        rotary = decoder.rotary_emb(hidden, position_ids=positions)
+        return hidden, {"attention_mask": None, "position_ids": positions, "position_embeddings": rotary}
+
+    def layer_inputs(self, ids: Tensor) -> list[Tensor]:
+        """Return what enters each layer and, last, what leaves the last one: L + 1 hidden states, none normed."""
+        hidden, arguments = self.embed(ids)
+        states = [hidden]
+        for layer in self.model.model.layers:
+            states.append(layer(states[-1], **arguments))
+        return states
+
+
+def load_target(name_or_path: str, exit_layer: int, device: str) -> Target:
+    """Return the target in float32.
+
+    Raises:
+        ValueError: no such model, an unsupported kind of it, pickled weights, or exit_layer out of range.
+    """
+    config = read_config(name_or_path)
+    num_layers = config.num_hidden_layers
+    if not 0 <= exit_layer < num_layers:
+        raise ValueError(
+            f"exit_layer is {exit_layer}, must be 0 to {num_layers - 1}: the target has {num_layers} layers"
+        )
+    # sdpa without a mask is causal, which is what Target.forward relies on.
+    options = {"attn_implementation": "sdpa", "use_safetensors": True} | decompression(name_or_path, config)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(name_or_path, dtype=torch.float32, **options)
+    except OSError as error:
+        reason = " ".join(str(error).split())[:160]
+        raise ValueError(
+            f"model: {name_or_path!r} has no safetensors that can be read; pickled weights are never loaded ({reason})"
+        ) from None
+    fold_logits_scaling(model)
+    return Target(model.to(device), exit_layer)
