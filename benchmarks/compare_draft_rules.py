@@ -22,6 +22,7 @@ Under every rule token s + 1 of a row depends on the confidences of its tokens 1
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 from collections.abc import Sequence
 from dataclasses import replace
@@ -150,6 +151,7 @@ RULES = {
 LONGEST = 8
 
 
+@functools.cache
 def load(path: Path) -> DenseTrace:
     """Return a recorded trace with drafts of LONGEST tokens at most."""
     (trace,) = load_traces([str(path)]).values()
@@ -195,7 +197,7 @@ def main() -> None:
     parser.add_argument("--shapes", default=",".join(SHAPES))
     parser.add_argument("--batches", default="1,8,32,64")
     parser.add_argument("--host-scale", type=float, default=1.0, help="factor on the host's time for a step")
-    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     rows = []

@@ -21,7 +21,7 @@ import vllm_eesd
 from vllm_eesd.policy import POLICIES
 
 PACKAGE = Path(vllm_eesd.__file__).parent
-OURS = (str(Path(vllm_eesd.__file__).parent), str(Path(vllm_eesd.kernels.__file__).parent))
+OURS = (str(PACKAGE), str(Path(vllm_eesd.kernels.__file__).parent))
 NEITHERS = (str(Path(torch.__file__).parent), str(Path(triton.__file__).parent), __file__)
 #: Operators behind `item`, `bool`, `int`, boolean indexing and the like.
 READING = ("_local_scalar_dense", "aten.item", "nonzero", "masked_select", "unique", "is_nonzero", "equal.default")
@@ -285,6 +285,7 @@ def launching(patch):
 COUNTS, SEARCH = ["copy_"], ["_scan_kernel", "_finish_kernel"]
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="counts launches of the interpreter, and a graph has none to see")
 @pytest.mark.parametrize("policy", ["fixed", "goodput"])
 def test_launches_of_a_round(llm, runner_of, monkeypatch, policy):
     """The goal is six a round outside its draft steps, and three a draft step."""

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from vllm_eesd.host.compat import get_tp_group
 from vllm_eesd.host.speculative import EESDSpeculativeConfig
 from vllm_eesd.policy import BetaPosterior, Calibration, CostModel, DraftLengthPolicy, build_policy
+from vllm_eesd.round.counters import DraftStats
 from vllm_eesd.round.outcome import StepTimes
 from vllm_eesd.traces.rounds import RoundTrace
 
@@ -18,6 +19,12 @@ def open_trace(config: EESDSpeculativeConfig) -> RoundTrace | None:
         return None
     settings = {"policy": config.eesd.policy, "num_speculative_tokens": config.num_speculative_tokens}
     return RoundTrace(path, settings | {"exit_layer": config.exit_head.exit_layer})
+
+
+def is_watched(config: EESDSpeculativeConfig, counters: DraftStats) -> bool:
+    """Return whether somebody wants to see every round, so that none may be skipped."""
+    # Asked of the config: with several ranks one alone has the trace, and all must skip the same rounds.
+    return config.eesd.policy_args.get("trace_file") is not None or counters.recording
 
 
 def build_policy_of(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 #: Rounds between two decisions about requests that may not draft at all.
 MAY_NOT_DRAFT = 64
 
@@ -18,20 +16,20 @@ class IdleBackoff:
         self._request_ids: list[str] = []
         self._left = self._skipped = 0
 
-    def begin(self, num_rounds: int, request_ids: Sequence[str]) -> None:
+    def begin(self, num_rounds: int, request_ids: list[str]) -> None:
         """Skip the decision for so many rounds of this batch, 0 for none."""
         self._left = num_rounds
         if num_rounds:
             self._request_ids = list(request_ids)
 
-    def goes_on(self, request_ids: Sequence[str], only_decoded: bool) -> bool:
+    def goes_on(self, request_ids: list[str], only_decoded: bool) -> bool:
         """Return whether the round after the step just run is one to skip; if not, the back-off is over.
 
         Args:
             request_ids: of the step's rows.
             only_decoded: whether each of them ran one token and emitted one.
         """
-        if self._left and only_decoded and list(request_ids) == self._request_ids:
+        if self._left and only_decoded and request_ids == self._request_ids:
             self._left -= 1
             self._skipped += 1
             return True

@@ -14,7 +14,7 @@ from vllm_eesd.host.compat import VllmConfig, get_tp_group, set_model_tag
 from vllm_eesd.host.metrics import publish
 from vllm_eesd.host.model.draft_step import DraftStep, compile_draft_step
 from vllm_eesd.host.model.exit_head import load_head
-from vllm_eesd.host.round_setup import agree_on_times, build_policy_of, open_trace
+from vllm_eesd.host.round_setup import agree_on_times, build_policy_of, is_watched, open_trace
 from vllm_eesd.host.speculative import EESDSpeculativeConfig
 from vllm_eesd.host.v1.batch import BatchRequests, V1Step
 from vllm_eesd.host.v1.block_verification import compile_now
@@ -276,9 +276,7 @@ class EarlyExitProposer:
 
     def _may_skip(self, num_rounds: int, step: V1Step) -> int:
         """Return for how many of these rounds the decision is skipped: none if rounds are watched, or a prompt runs."""
-        # Asked of the config: with several ranks one alone has the trace, and all must skip the same rounds.
-        traced = self.config.eesd.policy_args.get("trace_file") is not None
-        watched = self.recorder is not None or traced or self.stats.recording
+        watched = self.recorder is not None or is_watched(self.config, self.stats)
         return 0 if watched or not all(step.emitted) else num_rounds
 
     def _verified(self, step: V1Step, round_: DraftRound, drafts: list[list[int]]) -> list[list[int]]:

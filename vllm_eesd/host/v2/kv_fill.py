@@ -62,12 +62,12 @@ def fill_by_kernel(
     *,
     layer: nn.Module,
 ) -> None:
-    """Norm and rotate keys, and write K/V, as `exit_head.write_kv` and what comes before it: one launch.
+    """Norm and rotate keys, and write K/V, as `host/model/kv_fill.py:write_kv` and what comes before it: one launch.
 
     Args:
         key, value: [num_tokens, num_kv_heads * head_size], as the projection left them.
         layer: the `self_attn` whose key norm and rotary embedding it does.
-        The others: see `exit_head.write_kv`.
+        The others: see `host/model/kv_fill.py:write_kv`.
     """
     caches = LAYOUTS[attention.attn_backend.get_name()](kv_cache)
     scaled = {}

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from vllm_eesd.config import MAX_SPECULATIVE_TOKENS
-from vllm_eesd.host.round_setup import agree_on_times, build_policy_of, open_trace
+from vllm_eesd.host.round_setup import agree_on_times, build_policy_of, is_watched, open_trace
 from vllm_eesd.host.speculative import EESDSpeculativeConfig
 from vllm_eesd.host.v2.batch import TargetStep
 from vllm_eesd.host.v2.drawing import Drawing
@@ -141,9 +141,7 @@ class Rounds:
 
     def rest(self, step: TargetStep, decision_ms: float) -> None:
         """Skip the next rounds if this one, decided in `decision_ms`, drafts nothing, and nobody watches."""
-        # Asked of the config: with several ranks one alone has the trace, and all must skip the same rounds.
-        watched = self._config.eesd.policy_args.get("trace_file") is not None or self.stats.recording
-        if watched or not self.learns or self.round.lengths.any():
+        if is_watched(self._config, self.stats) or not self.learns or self.round.lengths.any():
             return
         num_rounds = MAY_NOT_DRAFT
         if self._may_draft:
