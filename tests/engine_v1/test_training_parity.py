@@ -136,16 +136,16 @@ def test_heads_of_several_layers(engine, greedy, random_target, make_head, promp
 def test_parity_notices_an_upper_layer_that_is_not_filled(
     engine, greedy, random_target, make_head, prompts, monkeypatch
 ):
-    from vllm_eesd.host.model import exit_head
+    from vllm_eesd.host.model import kv_fill
 
     directory, target, head = make_head("deep_context", head_layers=2)
-    fill = exit_head._fill
+    fill = kv_fill.write_kv
 
     def fill_the_first(attention, *args):
-        if attention.attn.layer_name.endswith(".8.self_attn.attn"):
+        if attention.layer_name.endswith(".8.self_attn.attn"):
             fill(attention, *args)
 
-    monkeypatch.setattr(exit_head, "_fill", fill_the_first)
+    monkeypatch.setattr(kv_fill, "write_kv", fill_the_first)
     compared, mismatches = count_mismatches(
         target, head, prompts, *run(engine, greedy, random_target, prompts, directory)
     )

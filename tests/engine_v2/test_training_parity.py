@@ -46,20 +46,20 @@ def drafted_and_compared(engine, greedy, runner_of, target_directory, prompts, h
 
 def test_every_layer_is_filled(engine, greedy, runner_of, random_target, prompts, tmp_path, monkeypatch):
     """What is drafted with two layers is what training computes; with the upper one not filled, it is not."""
-    from vllm_eesd.host.model import exit_head
+    from vllm_eesd.host.model import kv_fill
 
     directory, target, head = parity.write_new_head(random_target, tmp_path / "head", "deep_context", head_layers=2)
     given = engine, greedy, runner_of, random_target, prompts, directory
     outputs, rounds = drafted_and_compared(*given, tmp_path / "filled.jsonl")
     compared, mismatches = parity.count_mismatches(target, head, prompts, outputs, rounds)
     assert compared > 100 and mismatches == 0
-    fill = exit_head._fill
+    fill = kv_fill.write_kv
 
     def fill_the_first(attention, *args):
-        if ".8." in attention.attn.layer_name:
+        if ".8." in attention.layer_name:
             fill(attention, *args)
 
-    monkeypatch.setattr(exit_head, "_fill", fill_the_first)
+    monkeypatch.setattr(kv_fill, "write_kv", fill_the_first)
     outputs, rounds = drafted_and_compared(*given, tmp_path / "planted.jsonl")
     compared, mismatches = parity.count_mismatches(target, head, prompts, outputs, rounds)
     assert mismatches > 0.1 * compared
