@@ -161,8 +161,14 @@ def test_a_graph_is_replayed_once_a_step(modules, drafting, monkeypatch, in_grap
     assert calls == expected
 
 
+def states_of(slots):
+    from vllm_eesd.host.v2.batch import RequestStates
+
+    return RequestStates(SimpleNamespace(num_speculative_steps=K, req_id_to_index=slots))
+
+
 def test_scheduled_drafts_are_trimmed_to_each_requests_length(modules):
-    states = SimpleNamespace(num_speculative_steps=K, req_id_to_index={"a": 2, "b": 0, "c": 1})
+    states = states_of({"a": 2, "b": 0, "c": 1})
     num_drafted = np.array([0, 3, 2, 0])
     query_start_loc = torch.zeros(5, dtype=torch.int32)
     ragged = modules.ragged.RaggedVerification(states, query_start_loc, num_drafted, reallocate_of_0_32)
@@ -194,7 +200,7 @@ def reallocate_of_tomorrow(self, req_ids, idx_mapping) -> "AdmittedDrafts":  # n
 
 
 def test_as_many_values_as_the_runner_unpacks(modules):
-    states = SimpleNamespace(num_speculative_steps=K, req_id_to_index={"a": 0})
+    states = states_of({"a": 0})
     for reallocate, more in ((reallocate_of_0_32, ()), (reallocate_of_0_33, (None,))):
         ragged = modules.ragged.RaggedVerification(states, torch.zeros(5), np.zeros(4, dtype=np.int64), reallocate)
         ragged.get_num_tokens({"a": K + 1}, {"a": [-1] * K})

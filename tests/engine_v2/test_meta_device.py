@@ -228,7 +228,7 @@ def rest_of_a_round(monkeypatch):
     made = torch.zeros(NUM_REQS, K, **ints), torch.zeros(MAX_REQS, K, VOCAB_SIZE, device=META)
     rounds = object.__new__(lengths.Rounds)
     rounds.round, rounds._generation = SimpleNamespace(slots=np.arange(NUM_REQS)), np.zeros(MAX_REQS)
-    device_ngrams = ngrams.DeviceNgrams(states)
+    device_ngrams = ngrams.DeviceNgrams(ngrams.RequestStates(states))
     with torch.inference_mode(), OnlyMeta():
         device_ngrams.find(step)
         device_ngrams.put(np.ones(NUM_REQS, dtype=bool), step.idx_mapping, *made)

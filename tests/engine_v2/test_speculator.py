@@ -119,7 +119,8 @@ def test_a_sampling_request_under_a_grammar_drafts_greedily_and_is_verified_as_o
     logits, temperature = torch.zeros(4, K, 8), torch.tensor([0.8, 0.9, 0.7, 0.6])
     states = SimpleNamespace(draft_tokens=torch.zeros(4, K, dtype=torch.int64))
     speculator.draft_logits, speculator.temperature, speculator.device = logits, temperature, "cpu"
-    speculator.ngrams, speculator.draft_tokens[:2] = v2.DeviceNgrams(states), torch.arange(2 * K).view(2, K)
+    speculator.ngrams = v2.DeviceNgrams(v2.RequestStates(states))
+    speculator.draft_tokens[:2] = torch.arange(2 * K).view(2, K)
     drawn = {"any_drawn": lambda round_: draws, "certain": lambda round_: np.array([False, True])}
     speculator.rounds.drawing = SimpleNamespace(**drawn)
     given = arguments()

@@ -61,6 +61,8 @@ def test_other_arguments_and_vanished_places_are_told(make_wheel):
             .replace("def compact_batch(\n        self,", "def compact_batch(\n        self, now,")
             .replace("class ReplicatedLinear(", "class Replicated(")
             .replace("def init_cudagraph_manager(", "def init_graphs(")
+            .replace("num_tokens_no_spec", "num_tokens_alone")
+            .replace("    idx_mapping_np: np.ndarray\n", "")
         )
 
     done = run(make_wheel(edit))
@@ -70,6 +72,8 @@ def test_other_arguments_and_vanished_places_are_told(make_wheel):
     assert "AdaptiveVerificationManager.compact_batch: CHANGED, now\n      (self, now," in done.stdout
     assert "BaseSpeculator.init_cudagraph_manager: GONE" in done.stdout
     assert "linear:ReplicatedLinear: GONE, compat.py imports it" in done.stdout
+    assert "gpu_input_batch:InputBatch.num_tokens_no_spec: GONE, v1/batch.py reads it" in done.stdout
+    assert "gpu.input_batch:InputBatch.idx_mapping_np: GONE, v2/batch.py reads it" in done.stdout
 
 
 #: A line of vLLM's, what it is changed to, and what is told of that.

@@ -148,6 +148,35 @@ def test_neither_model_runner_imports_the_other():
     assert not runners_that_meet(planted[0], "vllm_eesd.host.v1.proposer")
 
 
+#: Names that vLLM's batches and requests go by in the adapters.
+BATCHES = {"input_batch", "_batch", "scheduler_output", "_scheduled", "req_states", "_req_states"}
+
+
+def batch_attributes(source):
+    """Attributes read of what is called like one of vLLM's batches; what EESD itself puts there is its own."""
+    nodes = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Attribute))
+    named = ((node.value.attr if isinstance(node.value, ast.Attribute) else getattr(node.value, "id", ""), node.attr)
+             for node in nodes)  # fmt: skip
+    return [f"{name}.{attr}" for name, attr in named if name in BATCHES and not attr.startswith("eesd_")]
+
+
+def test_only_their_views_read_attributes_of_vllms_batches():
+    read = {
+        path.relative_to(REPOSITORY).as_posix(): batch_attributes(path.read_text(encoding="utf-8"))
+        for runner in ("v1", "v2")
+        for path in (REPOSITORY / PACKAGE / "host" / runner).glob("*.py")
+        if path.name != "batch.py"
+    }
+    # The step's new requests, which the runner's own seam hands on.
+    assert {path: names for path, names in read.items() if names} == {
+        f"{PACKAGE}/host/v2/seams.py": ["scheduler_output.scheduled_new_reqs"]
+    }
+    assert batch_attributes("runner.input_batch.req_ids; states = self._req_states.draft_tokens") == [
+        "input_batch.req_ids",
+        "_req_states.draft_tokens",
+    ]
+
+
 def test_every_part_has_a_rule():
     assert {part_of(module) for _, module in modules()} <= set(ALLOWED_PARTS)
 

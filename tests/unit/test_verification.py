@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllm_eesd.kernels.cpu.rejection import rejection
 
+from vllm_eesd.host.v1.batch import V1Step
 from vllm_eesd.host.v1.block_verification import choose, verify_blocks
 from vllm_eesd.host.v1.draft_sampling import DraftSampling
 from vllm_eesd.host.v1.verification import keep_while_equal, only_temperature
@@ -158,9 +159,14 @@ def runner_of(temperatures, grammar=(), generators=None):
     batch = SimpleNamespace(
         req_ids=ids, temperature_cpu=np.array(temperatures, dtype=np.float32), generators=generators or {}
     )
-    return SimpleNamespace(
-        input_batch=batch, requests={i: SimpleNamespace(sampling_params=p) for i, p in params.items()}
-    )
+    requests = {i: SimpleNamespace(sampling_params=p) for i, p in params.items()}
+    return SimpleNamespace(input_batch=batch, requests=requests)
+
+
+def step_of(runner, finished=()):
+    """The step it has just run."""
+    scheduled = SimpleNamespace(finished_req_ids=set(finished), total_num_scheduled_tokens=0)
+    return V1Step(runner, scheduled, [])
 
 
 def test_drafts_are_drawn_from_what_verification_is_told():
@@ -170,7 +176,7 @@ def test_drafts_are_drawn_from_what_verification_is_told():
     temperatures, grammar, num_rounds = [0.0, 0.5, 1.5, 1.0], {3}, 4000
     counts = torch.zeros(4, 3)
     for _ in range(num_rounds):
-        sampling.begin_round(runner_of(temperatures, grammar), set())
+        sampling.begin_round(step_of(runner_of(temperatures, grammar)))
         drafted = sampling.draw(np.arange(4), logits, np.full(4, 2))
         counts[torch.arange(4), torch.from_numpy(drafted)] += 1
     assert counts[[0, 3], 2].tolist() == [num_rounds] * 2
@@ -188,26 +194,26 @@ def test_drafts_are_drawn_from_what_verification_is_told():
 def test_distributions_wait_for_requests_that_the_scheduler_passed_over():
     sampling = DraftSampling()
     steps = [torch.randn(2, 5), torch.randn(1, 5)]
-    sampling.begin_round(runner_of([1.0, 1.0]), set())
+    sampling.begin_round(step_of(runner_of([1.0, 1.0])))
     sampling.draw(np.array([0, 1]), steps[0], np.zeros(2, dtype=np.int64))
     sampling.draw(np.array([1]), steps[1], np.zeros(1, dtype=np.int64))
     passed_over = runner_of([1.0])
     passed_over.requests["1"] = passed_over.requests["0"]
-    sampling.begin_round(passed_over, set())  # "0" has been verified, "1" was not in the batch
+    sampling.begin_round(step_of(passed_over))  # "0" has been verified, "1" was not in the batch
     assert not len(sampling.proposals(["0"], [2], 5).q)
     told, drawn_from = sampling.proposals(["0", "1"], [0, 2], 5), torch.stack([steps[0][1], steps[1][0]]).softmax(-1)
     assert told.first_q.tolist() == [-1, 0] and np.array_equal(told.q, drawn_from.numpy())
     assert np.array_equal(told.dense([0, 2], [3, 4])[1], drawn_from) and not told.dense([0, 2], [3, 4])[0].any()
     assert np.array_equal(sampling.proposals(["1"], [1], 5).q, drawn_from[:1].numpy())  # the scheduler cut one
-    sampling.begin_round(passed_over, {"1"})
+    sampling.begin_round(step_of(passed_over, {"1"}))
     assert not len(sampling.proposals(["1"], [2], 5).q)
 
 
 def test_distributions_of_requests_whose_end_no_round_heard_of_are_forgotten():
     sampling = DraftSampling()
-    sampling.begin_round(runner_of([1.0, 1.0]), set())
+    sampling.begin_round(step_of(runner_of([1.0, 1.0])))
     sampling.draw(np.array([1]), torch.randn(1, 5), np.zeros(1, dtype=np.int64))
-    sampling.begin_round(runner_of([1.0]), set())  # "1" is nowhere any more
+    sampling.begin_round(step_of(runner_of([1.0])))  # "1" is nowhere any more
     assert not len(sampling.proposals(["1"], [1], 5).q)
 
 
@@ -216,7 +222,7 @@ def test_a_seeded_request_draws_from_its_own_generator():
     for noise in (1, 2):
         torch.manual_seed(noise)
         sampling, generators = DraftSampling(), {1: torch.Generator().manual_seed(5)}
-        sampling.begin_round(runner_of([1.0, 1.0], generators=generators), set())
+        sampling.begin_round(step_of(runner_of([1.0, 1.0], generators=generators)))
         drafts.append([sampling.draw(np.arange(2), torch.zeros(2, 10**6), np.zeros(2, dtype=int)) for _ in range(3)])
     first, second = (np.array(draft) for draft in drafts)
     assert np.array_equal(first[:, 1], second[:, 1])

@@ -15,6 +15,8 @@ from vllm_eesd.round.slots import RequestSlots
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.sample.metadata import SamplingMetadata
+    from vllm.v1.worker.block_table import BlockTable
     from vllm.v1.worker.gpu_input_batch import CachedRequestState
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
@@ -89,6 +91,19 @@ class V1Step:
             return np.zeros(len(self), dtype=bool)
         return self._batch.request_lora_mapping[: len(self)] != 0
 
+    def temperatures(self) -> np.ndarray:
+        """Return each row's temperature, [num_reqs] float32; 0 is greedy."""
+        return self._batch.temperature_cpu[: len(self.req_ids)]
+
+    def generators(self) -> dict[int, torch.Generator]:
+        """Return the generators of the rows whose requests have a seed."""
+        return self._batch.generators
+
+    def has_grammar(self) -> np.ndarray:
+        """Return which rows' requests have a grammar, [num_reqs] bool."""
+        params = (self.requests[request_id].sampling_params for request_id in self.req_ids)
+        return np.array([p.structured_outputs is not None for p in params], dtype=bool)
+
     @property
     def requests(self) -> dict[str, CachedRequestState]:
         """vLLM's CachedRequestState of every request of the engine, by id."""
@@ -141,6 +156,16 @@ class BatchRequests(RunningRequests):
             self.admit(slots[new], requests, step.max_model_len)
         self._last = list(request_ids), slots
         return slots
+
+
+def block_table_of(runner: GPUModelRunner, group_id: int) -> BlockTable:
+    """Return the batch's block table of a KV-cache group."""
+    return runner.input_batch.block_table[group_id]
+
+
+def sampling_of(runner: GPUModelRunner) -> tuple[SamplingMetadata, list[str]]:
+    """Return what the rows of the batch are sampled with, and their requests."""
+    return runner.input_batch.sampling_metadata, runner.input_batch.req_ids
 
 
 def _describe(request: CachedRequestState) -> NewRequest:

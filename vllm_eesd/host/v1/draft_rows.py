@@ -13,6 +13,7 @@ import torch
 from vllm_eesd.host.adapters import without_adapters
 from vllm_eesd.host.compat import CommonAttentionMetadata, create_forward_context, override_forward_context
 from vllm_eesd.host.model.draft_step import DraftStep
+from vllm_eesd.host.v1.batch import block_table_of
 from vllm_eesd.host.v1.draft_sampling import DraftSampling
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ class DraftRows:
         group_id, group = _attention_group(runner, layer_names)
         self._builder = group.get_metadata_builder()
         self._runner = runner
-        self._block_table = runner.input_batch.block_table[group_id]
+        self._block_table = block_table_of(runner, group_id)
         self._vocab_size = runner.model_config.get_vocab_size()
         max_num_reqs = runner.max_num_reqs
         self._input_ids = torch.zeros(max_num_reqs, dtype=torch.int64)

@@ -11,7 +11,7 @@ import torch
 from vllm_eesd.host.v1.block_verification import choose_each
 
 if TYPE_CHECKING:
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+    from vllm_eesd.host.v1.batch import V1Step
 
 
 class Proposals(NamedTuple):
@@ -61,23 +61,21 @@ class DraftSampling:
         self._draws = np.zeros(0, dtype=bool)
         self._generators: dict[int, torch.Generator] = {}
 
-    def begin_round(self, runner: GPUModelRunner, finished: set[str]) -> None:
-        """Forget what has been verified, and read what the rows of the runner's batch draft with.
+    def begin_round(self, step: V1Step) -> None:
+        """Forget what has been verified, and read what the rows of the step's batch draft with.
 
         A request that is not in the batch has been passed over by the scheduler and still has its drafts.
         """
-        batch = runner.input_batch
-        self._request_ids = list(batch.req_ids)
+        self._request_ids = list(step.req_ids)
         # What ended in a step without tokens, the last one before an idle server, was told to no round.
-        ended = [request_id for request_id in self._drawn_from if request_id not in runner.requests]
-        self.forget((*finished, *ended, *self._request_ids))
-        temperature = batch.temperature_cpu[: len(self._request_ids)]
+        ended = [request_id for request_id in self._drawn_from if request_id not in step.requests]
+        self.forget((*step.finished, *ended, *self._request_ids))
+        temperature = step.temperatures()
         self._draws = temperature > 0
         self._scale = np.where(self._draws, temperature, np.float32(1.0))
-        self._generators = batch.generators
+        self._generators = step.generators()
         if self._draws.any():
-            params = (runner.requests[request_id].sampling_params for request_id in self._request_ids)
-            self._draws &= np.array([p.structured_outputs is None for p in params], dtype=bool)
+            self._draws &= ~step.has_grammar()
 
     def forget(self, request_ids: Iterable[str]) -> None:
         """Drop what drafts of these requests were drawn from: none of them will be verified any more."""

@@ -231,7 +231,7 @@ class EarlyExitProposer:
         if self._rows is None:
             self._rows = DraftRows(step.runner, self._step, self._layer_names, self.sampling)
         if self.sampling is not None:
-            self.sampling.begin_round(step.runner, step.finished)
+            self.sampling.begin_round(step)
         # Whatever the scheduler reserved: a draft may never write into a block that is not its request's.
         room = np.maximum(self._rows.allocated_tokens(len(slots)) - num_tokens + 1, 0)
         ngram_limits = np.minimum(limits, room)

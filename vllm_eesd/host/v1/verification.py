@@ -15,6 +15,7 @@ from vllm_eesd.host.compat import (
     SamplerOutput,
     SpecDecodeMetadata,
 )
+from vllm_eesd.host.v1.batch import sampling_of
 from vllm_eesd.host.v1.block_verification import verify_blocks
 from vllm_eesd.host.v1.draft_sampling import DraftSampling, Proposals
 from vllm_eesd.kernels.cpu.row_reductions import row_argmax
@@ -56,7 +57,7 @@ def sample(
     if metadata.max_spec_len == 0:
         # Without drafts there is one row per request, as in a plain step: sample them as a plain step does.
         return host_sample(runner, logits, None)
-    sampling, request_ids = runner.input_batch.sampling_metadata, runner.input_batch.req_ids
+    sampling, request_ids = sampling_of(runner)
     proposals = None
     if draft_sampling is not None:
         proposals = draft_sampling.proposals(request_ids, metadata.num_draft_tokens, logits.shape[-1])

@@ -1,7 +1,8 @@
-"""What EESD reads of a step of Model Runner V2: the only reader of its batch's attributes."""
+"""What EESD reads of a step of Model Runner V2 and of its requests: the only reader of their attributes."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,47 @@ from vllm_eesd.kernels.cpu.draft_inputs import TargetOutputs
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu.input_batch import InputBatch
+    from vllm.v1.worker.gpu.states import RequestState
+
+
+class RequestStates:
+    """The runner's state of every running request, by its index there.
+
+    Args:
+        states: vLLM's.
+    Source: vllm/v1/worker/gpu/states.py.
+    """
+
+    def __init__(self, states: RequestState) -> None:
+        self._states = states
+
+    @property
+    def longest_draft(self) -> int:
+        """K: draft tokens there is room for."""
+        return self._states.num_speculative_steps
+
+    def slots(self) -> np.ndarray:
+        """Return the indices of all running requests, [num_requests] int64."""
+        return np.array(list(self._states.req_id_to_index.values()), dtype=np.int64)
+
+    def slot_of(self, req_id: str) -> int | None:
+        """Return a request's index; None once it has ended."""
+        return self._states.req_id_to_index.get(req_id)
+
+    def slots_of(self, req_ids: Iterable[str]) -> list[int]:
+        """Return the indices of running requests."""
+        return [self._states.req_id_to_index[req_id] for req_id in req_ids]
+
+    # On the device.
+
+    @property
+    def draft_tokens(self) -> torch.Tensor:
+        """[max_num_reqs, K] int64, the drafts under verification."""
+        return self._states.draft_tokens
+
+    def texts(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return every request's text, [max_num_reqs, max_model_len] int32, and its length, [max_num_reqs] int32."""
+        return self._states.all_token_ids.gpu, self._states.total_len.gpu
 
 
 @dataclass

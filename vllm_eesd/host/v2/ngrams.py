@@ -6,32 +6,27 @@ The host decides whether a row takes one from how far its text matched `READBACK
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 import torch
 
-from vllm_eesd.host.v2.batch import TargetStep
+from vllm_eesd.host.v2.batch import RequestStates, TargetStep
 from vllm_eesd.host.v2.compat import async_tensor_h2d
 from vllm_eesd.kernels.gpu.ngram import find_ngrams, put_ngrams
-
-if TYPE_CHECKING:
-    from vllm.v1.worker.gpu.states import RequestState
 
 
 class DeviceNgrams:
     """The n-gram draft of the text in every request state.
 
     Args:
-        req_states: the runner's, whose texts are searched.
+        states: the runner's, whose texts are searched.
     Source: vllm/v1/worker/gpu/spec_decode/ngram/speculator.py searches the same texts.
     """
 
-    def __init__(self, req_states: RequestState) -> None:
-        self._req_states = req_states
+    def __init__(self, states: RequestStates) -> None:
+        self._states = states
         #: [max_num_reqs, K] int64.
-        self._drafts = torch.full_like(req_states.draft_tokens, -1)
-        self._no_drafts = torch.full_like(req_states.draft_tokens, -1)
+        self._drafts = torch.full_like(states.draft_tokens, -1)
+        self._no_drafts = torch.full_like(states.draft_tokens, -1)
 
     def find(self, step: TargetStep) -> torch.Tensor:
         """Judge each row's last draft by what the step emitted, and find the next.
@@ -42,8 +37,7 @@ class DeviceNgrams:
         return self._find(step.idx_mapping, step.num_sampled)
 
     def _find(self, idx_mapping: torch.Tensor, num_sampled: torch.Tensor) -> torch.Tensor:
-        states = self._req_states
-        return find_ngrams(states.all_token_ids.gpu, states.total_len.gpu, idx_mapping, num_sampled, self._drafts)
+        return find_ngrams(*self._states.texts(), idx_mapping, num_sampled, self._drafts)
 
     def put(
         self,

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from vllm_eesd.host.compat import init_logger
+from vllm_eesd.host.v2.batch import RequestStates
 from vllm_eesd.host.v2.compat import (
     AdaptiveVerificationManager,
     CUDAGraphMode,
@@ -25,7 +26,6 @@ from vllm_eesd.host.v2.compat import (
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.worker.gpu.states import RequestState
     from vllm.v1.worker.utils import AttentionGroup
 
 logger = init_logger("vllm.eesd")
@@ -35,7 +35,7 @@ class RaggedVerification:
     """Trims every scheduled draft to the length its request drafted, 0 included.
 
     Args:
-        req_states: the runner's.
+        states: the runner's.
         query_start_loc: [max_num_reqs + 1] int32, the runner's own input buffer.
         num_drafted: [max_num_reqs] int64, shared with the speculator: length of each request's draft.
         reallocate: vLLM's own `reallocate_drafts`, whose annotation says how many values the runner unpacks.
@@ -44,14 +44,14 @@ class RaggedVerification:
 
     def __init__(
         self,
-        req_states: RequestState,
+        states: RequestStates,
         query_start_loc: torch.Tensor,
         num_drafted: np.ndarray,
         reallocate: Callable[..., tuple] = AdaptiveVerificationManager.reallocate_drafts,
     ) -> None:
         self._num_values = _num_values(reallocate)
-        self._req_states, self._query_start_loc, self._num_drafted = req_states, query_start_loc, num_drafted
-        self._decode_query_len = req_states.num_speculative_steps + 1
+        self._states, self._query_start_loc, self._num_drafted = states, query_start_loc, num_drafted
+        self._decode_query_len = states.longest_draft + 1
         #: Of the step being prepared, in batch order: [num_reqs] int32 draft tokens that are verified.
         self._num_verified = np.zeros(0, dtype=np.int32)
         self._cu_num_logits = np.zeros(1, dtype=np.int32)
@@ -70,7 +70,7 @@ class RaggedVerification:
         """
         req_ids = sort_batch_req_ids(num_tokens_per_req, draft_tokens, self._decode_query_len)
         num_scheduled = np.array([len(draft_tokens.get(req_id, ())) for req_id in req_ids], dtype=np.int32)
-        slots = [self._req_states.req_id_to_index[req_id] for req_id in req_ids]
+        slots = self._states.slots_of(req_ids)
         self._num_verified = np.minimum(num_scheduled, self._num_drafted[slots]).astype(np.int32)
         return sum(num_tokens_per_req.values()) - int((num_scheduled - self._num_verified).sum())
 

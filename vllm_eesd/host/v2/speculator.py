@@ -7,7 +7,6 @@ import functools
 import time
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -19,7 +18,7 @@ from vllm_eesd.host.model.draft_step import DraftStep, compile_draft_step
 from vllm_eesd.host.model.exit_head import ExitHead, load_head
 from vllm_eesd.host.speculative import EESDSpeculativeConfig
 from vllm_eesd.host.v2 import kernel_choice
-from vllm_eesd.host.v2.batch import TargetStep
+from vllm_eesd.host.v2.batch import RequestStates, TargetStep
 from vllm_eesd.host.v2.compat import async_tensor_h2d, dispatch_cg_and_sync_dp
 from vllm_eesd.host.v2.cost_profile import profile_costs
 from vllm_eesd.host.v2.draft_steps import DraftSteps
@@ -56,13 +55,13 @@ class EarlyExitSpeculator(DraftSteps):
         super().__init__(vllm_config, device)
         config = vllm_config.speculative_config
         assert isinstance(config, EESDSpeculativeConfig)
-        self.config, self._req_states = config, req_states
+        self.config, self._states = config, RequestStates(req_states)
         self._asynchronous = vllm_config.scheduler_config.async_scheduling
         self.num_speculative_tokens = config.num_speculative_tokens
         self.rounds = Rounds(config, self.max_num_reqs, self.max_model_len, device)
         self.rounds.learns = False  # until `profile_costs`
         self.breaker, self.verification = CircuitBreaker(), Verification(self.max_num_reqs)
-        self.ngrams = DeviceNgrams(req_states)
+        self.ngrams = DeviceNgrams(self._states)
         if get_tp_group().rank_in_group == 0:
             rank = vllm_config.parallel_config.data_parallel_rank
             publish(config.metrics_directory, rank, self.stats, self.breaker)
@@ -87,7 +86,7 @@ class EarlyExitSpeculator(DraftSteps):
 
     def policy_metrics(self) -> dict[str, object]:
         """Return what the policy believes of the running requests, `DraftLengthPolicy.metrics`."""
-        return self.policy.metrics(np.array(list(self._req_states.req_id_to_index.values()), dtype=np.int64))
+        return self.policy.metrics(self._states.slots())
 
     # Loading.
 
@@ -161,7 +160,7 @@ class EarlyExitSpeculator(DraftSteps):
             attn_groups, target_layer_names: of the target's attention.
         """
         use_graphs_for_ragged_batches(self.vllm_config, attn_groups, target_layer_names)
-        self._ragged = RaggedVerification(self._req_states, query_start_loc, self.rounds.num_drafted)
+        self._ragged = RaggedVerification(self._states, query_start_loc, self.rounds.num_drafted)
         return self._ragged
 
     # A round.
@@ -170,7 +169,7 @@ class EarlyExitSpeculator(DraftSteps):
         """Take in requests that start or come back from preemption."""
         if not new_requests:
             return
-        slots = [self._req_states.req_id_to_index[request.req_id] for request in new_requests]
+        slots = self._states.slots_of(request.req_id for request in new_requests)
         self.verification.alone[slots] = [only_temperature(request.sampling_params) for request in new_requests]
         if self.breaker.is_open:
             return
@@ -182,7 +181,7 @@ class EarlyExitSpeculator(DraftSteps):
 
     def draft_lengths(self, req_ids: list[str]) -> list[int]:
         """Return the length of each request's current draft; 0 for those that have ended."""
-        slots = (self._req_states.req_id_to_index.get(req_id) for req_id in req_ids)
+        slots = map(self._states.slot_of, req_ids)
         return [0 if slot is None else int(self.rounds.num_drafted[slot]) for slot in slots]
 
     @torch.inference_mode()
@@ -240,7 +239,7 @@ class EarlyExitSpeculator(DraftSteps):
         began, tokens = time.thread_time(), None  # without what the host waits for
         if self.rounds.round_trace is not None:
             # The drafts just verified: this round's take their place once it is over.
-            tokens = tokens_of_step(step, self._req_states.draft_tokens[step.idx_mapping])
+            tokens = tokens_of_step(step, self._states.draft_tokens[step.idx_mapping])
         counts = step.num_sampled[:, None] if self.rounds.ngrams is None else self.ngrams.find(step)
         times = self.rounds.begin(step, self._asynchronous, counts, tokens, longest)
         round_, drawing = self.rounds.round, self.rounds.drawing
