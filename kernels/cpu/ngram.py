@@ -70,8 +70,8 @@ def put_ngrams(
 ) -> None:
     """Make n-gram drafts the drafts of the rows that take them.
 
-    A row that takes a draft and has none keeps the tokens it had. Either way all K are verified as one-hot: the logits
-    that another draft left behind say nothing of them.
+    A row that takes a draft and has none keeps the tokens it had, 0 for those that are negative. Either way all K are
+    verified as one-hot: the logits that another draft left behind say nothing of them.
 
     Args:
         drafts: [max_num_reqs, K] int64, of `find_ngrams`.
@@ -83,7 +83,7 @@ def put_ngrams(
     for row, (slot, takes) in enumerate(zip(idx_mapping.tolist(), taken.tolist(), strict=True)):
         if slot < 0 or not takes:
             continue
-        draft_tokens[row] = torch.where(drafts[slot] >= 0, drafts[slot], draft_tokens[row])
+        draft_tokens[row] = torch.where(drafts[slot] >= 0, drafts[slot], draft_tokens[row].clamp(min=0))
         if draft_logits is not None:
             draft_logits[slot] = torch.finfo(draft_logits.dtype).min
             draft_logits[slot].scatter_(1, draft_tokens[row][:, None], 0.0)

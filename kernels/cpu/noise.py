@@ -4,7 +4,7 @@ A number depends only on (seed, position, key), so that a kernel, this module an
 V2 uses two generators: Philox for the uniform an acceptance test compares with, murmur3 for the Gumbel noise of a
 choice. All arithmetic is on uint32 held in int64, because torch lacks most uint32 operations.
 
-Source: vllm/v1/worker/gpu/sample/gumbel.py of vLLM 0.32; triton/language/random.py; Salmon et al., "Parallel random
+Source: vllm/v1/worker/gpu/sample/gumbel.py of vLLM 0.33; triton/language/random.py; Salmon et al., "Parallel random
 numbers: as easy as 1, 2, 3", SC 2011 (Philox).
 """
 
@@ -18,6 +18,31 @@ PHILOX_ROUNDS = 10
 UNIFORM_SCALE = 4.6566127342e-10
 # Largest fp32 below which 1 - u is told apart from 1; as in V2.
 TINY = 5.960464477539063e-08
+# Above every position in a text, and low enough that the counters of 64 steps have 30 bits: V2 adds a bit more.
+MAX_POSITION = 1 << 24
+
+
+def step_seed(seed: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
+    """Return the seed for draft `step` of a round, int64: what is drawn at a position may hang on the step as well.
+
+    A position behind the accepted drafts is met again in the next round, at an earlier step. Where what was drawn there
+    had a part in how many were accepted, or in how far the next round drafts, the same number again would bias what is
+    emitted.
+
+    Args:
+        seed, step: int64, of shapes that broadcast; steps from 0.
+    """
+    return seed ^ (step << 32)
+
+
+def draw_counters(positions: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
+    """Return in place of positions what the noise of drawn drafts is counted by, for the reason of `step_seed`.
+
+    Args:
+        positions: [num_rows] int64, of each draft step's input token, less than `MAX_POSITION`.
+        steps: [num_rows] int64, from 0.
+    """
+    return torch.add(positions, steps, alpha=MAX_POSITION)
 
 
 def uniform(seed: torch.Tensor, position: torch.Tensor) -> torch.Tensor:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from .noise import gumbel, uniform
+from .noise import gumbel, step_seed, uniform
 from .row_reductions import row_argmax, row_choice
 
 
@@ -32,10 +32,17 @@ class Noise(NamedTuple):
     positions: torch.Tensor | None  # [num_logits] int64
     uniforms: torch.Tensor | None  # [num_logits, 2]
 
-    def tests(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return what each draft's probability ratio is compared with, [num_reqs, num_speculative_tokens]."""
+    def tests(self, rows: torch.Tensor, by_step: bool) -> torch.Tensor:
+        """Return what each draft's probability ratio is compared with, [num_reqs, num_speculative_tokens].
+
+        Args:
+            by_step: the number hangs on the step too, see `step_seed`: all tests of a round have a part in its length.
+        """
         if self.seeds is not None:
-            return uniform(self.seeds[:, None], self.positions[rows])
+            seeds = self.seeds[:, None]
+            if by_step:
+                seeds = step_seed(seeds, torch.arange(rows.shape[1], device=rows.device))
+            return uniform(seeds, self.positions[rows])
         return self.uniforms[rows, 0]
 
 
@@ -128,7 +135,7 @@ def _accepted(
     valid = layout.drafts[:, :-1] >= 0
     p_draft = p[rows, drafts]
     q_draft = None if q is None else q.gather(2, drafts[:, :, None])[:, :, 0]
-    tests = noise.tests(rows)
+    tests = noise.tests(rows, by_step=block_verification)
     if not block_verification:
         return _judge_tokens(p_draft, q_draft, valid, tests), None
     scale_p, accepted = _judge_blocks(p, q, p_draft, q_draft, valid, layout, tests)

@@ -119,10 +119,10 @@ def _put_kernel(
         return
     cell_ptr = draft_tokens_ptr + row * draft_tokens_stride + step
     token = tl.load(drafts_ptr + slot * K + step)
-    # Where no n-gram was found the cell holds a token already, which nobody overwrites.
+    # Where no n-gram was found the cell keeps its token; vLLM writes -1 where it wants no drafts, which is none.
     if token < 0:
-        token = tl.load(cell_ptr)
-    elif block == 0:
+        token = tl.maximum(tl.load(cell_ptr), 0)
+    if block == 0:
         tl.store(cell_ptr, token)
     if draft_logits_ptr is not None:
         columns = block * BLOCK + tl.arange(0, BLOCK)

@@ -1,7 +1,7 @@
 """Counter-based random numbers inside Triton kernels: what `cpu/noise.py` computes, bit for bit up to the last
 place of a logarithm.
 
-Source: vllm/v1/worker/gpu/sample/gumbel.py of vLLM 0.32, whose numbers these are.
+Source: vllm/v1/worker/gpu/sample/gumbel.py of vLLM 0.33, whose numbers these are.
 """
 
 import triton
@@ -9,6 +9,12 @@ import triton.language as tl
 
 UNIFORM_MIN = tl.constexpr(4.6566127342e-10)  # the smallest positive number tl.rand returns
 TINY = tl.constexpr(5.960464477539063e-08)  # 2**-24: 1 - u must not round to 0
+
+
+@triton.jit
+def step_seed(seed, step):
+    """A request's seed, int64, for draft `step`, from 0: a position is met again in the next round, at another step."""
+    return seed ^ (step.to(tl.int64) << 32)
 
 
 @triton.jit

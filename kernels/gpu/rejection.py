@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from ..cpu.rejection import Verified
-from .noise import gumbel, uniform
+from .noise import gumbel, step_seed, uniform
 from .rejection_statistics import (
     MASS,
     STATISTICS_BLOCK,
@@ -110,7 +110,11 @@ def _accept_kernel(
             BLOCKS_PADDED,
         )
         counters = tl.load(positions_ptr + start + steps, mask=is_draft, other=0).to(tl.int64)
-        tests = uniform(tl.load(seeds_ptr + state), counters)
+        seed = tl.load(seeds_ptr + state)
+        if BLOCK_VERIFICATION:
+            # Tests behind the accepted drafts count too, and their positions come again in the next round.
+            seed = step_seed(seed, steps)
+        tests = uniform(seed, counters)
         if BLOCK_VERIFICATION:
             num_accepted, joint = judge_block(
                 log_p,

@@ -120,7 +120,9 @@ def test_an_fp8_kv_cache(engine, greedy, random_target, cloned_head, prompts):
     try:
         with engine(random_target, kv_cache_dtype="fp8") as llm:
             expected = greedy(llm, prompts)
-    except NotImplementedError as error:  # of plain vLLM: which processors can is its business
+    except (NotImplementedError, ValueError) as error:  # of plain vLLM: which processors can is its business
+        if "fp8" not in str(error).lower() or "CPU" not in str(error):
+            raise
         pytest.skip(f"vLLM: {error}")
     with engine(random_target, SPEC | {"model": cloned_head(random_target, 7, 7)}, kv_cache_dtype="fp8") as llm:
         assert greedy(llm, prompts) == expected

@@ -61,11 +61,12 @@ def test_rows_without_a_request_or_a_token_change_nothing():
 def test_a_draft_that_is_put_is_certain(dtype):
     drafts = torch.tensor([[-1] * K, [3, 1, 3, 1, 3], [0] * K])
     draft_tokens = torch.full((4, K), 2)
+    draft_tokens[0, 1] = -1  # as vLLM overwrites drafts that it does not want
     logits = torch.randn(3, K, 6).to(dtype)
     kept = logits.clone()
     taken = torch.tensor([True, True, False, True])
     put_ngrams(drafts, torch.tensor([0, 1, 2, -1]), taken, draft_tokens, logits)
-    assert draft_tokens.tolist() == [[2] * K, [3, 1, 3, 1, 3], [2] * K, [2] * K]
+    assert draft_tokens.tolist() == [[2, 0] + [2] * (K - 2), [3, 1, 3, 1, 3], [2] * K, [2] * K]
     assert torch.equal(logits[2], kept[2])
     for temperature in (1.0, 0.01):
         drawn = (logits[:2].float() / temperature).softmax(-1)

@@ -23,6 +23,7 @@ REASONS = {
     "part of a file's format": "policy.calibration.EDGES policy.calibration.NUM_BINS policy.state.VERSION",
     "refuses input": "policy.calibration.MAX_FILE_BYTES policy.costs.MAX_MS "
     "policy.posterior.MAX_COUNT policy.state.MAX_FILE_BYTES",
+    "follows from how far the host runs ahead": "policy.goodput.MOST_UNDER_WAY",
     "size of a table": "policy.costs._SIZES policy.posterior.MAX_PRIOR_KEYS round.ngram.NUM_CLASSES",
     "follows from the normal distribution": "policy.costs.STANDARD_ERROR",
     "follows from another constant": "policy.goodput.PLAIN_EVERY",

@@ -9,6 +9,7 @@ from vllm_eesd.config import MAX_SPECULATIVE_TOKENS
 from vllm_eesd.policy import BetaPosterior, CostModel, build_policy
 from vllm_eesd.policy.goodput import QUIET_ROUNDS
 from vllm_eesd.policy.guard import LEAST_ALLOWANCE, PATIENCE, Guard
+from vllm_eesd.round.draft import DraftRound
 from vllm_eesd.simulate.peers import AdaptiveVerification, FixedLength, fit_confidence
 from vllm_eesd.simulate.replay import PolicyDrafter, replay
 from vllm_eesd.simulate.run import mix, simulate
@@ -257,6 +258,41 @@ def test_a_staircase_is_used_to_its_edge():
     while policy.more(np.array([0]), drafted, None if not drafted else np.array([0.6], np.float32))[0]:
         drafted += 1
     assert drafted == 3
+
+
+def steps_decided(policy, slots=(0,)):
+    """Draft steps of one round decided ahead, rows that are sure of themselves drafting up to 16 tokens."""
+    round_ = DraftRound(policy, np.array(slots), np.full(len(slots), 16))
+    round_.decide_ahead(np.full((len(slots), MAX_SPECULATIVE_TOKENS), np.nan))
+    return round_.num_steps
+
+
+def sure_policy(credit):
+    """A goodput policy that believes every draft to be accepted: a step costs a quarter of a plain one, of 4 ms."""
+    costs = CostModel()
+    times = {"verify_ms": {"1": [[0, 4.0], [32, 4.0]]}, "draft_step_ms": [[1, 1.0]], "draft_round_ms": [[1, 0.0]]}
+    costs.restore(times)
+    policy = build_policy("goodput", BetaPosterior(1, 1e4, 1.0), 0, {"ngram": False}, costs)
+    policy.reset(np.array([0]))
+    policy.guard.credit = credit
+    return policy
+
+
+@pytest.mark.parametrize(("credit", "steps"), [(-3.0, 0), (1e-9, 2), (1.0, 6), (2.5, 12), (8.0, 16)])
+def test_a_round_loses_at_most_what_the_account_has_and_half_a_token_more(credit, steps):
+    assert steps_decided(sure_policy(credit)) == steps
+
+
+def test_rounds_whose_outcome_is_not_known_yet_count_as_lost():
+    """As on Model Runner V2, where a round is decided before the last two are known."""
+    policy = sure_policy(credit=8.0)
+    assert [steps_decided(policy) for _ in range(3)] == [16, 16, 2]
+    policy.observe(outcome(np.array([0]), np.array([16]), np.array([16])))
+    assert policy.guard.credit == 8.0 and steps_decided(policy) == 16
+    known = sure_policy(credit=8.0)
+    for _ in range(3):
+        assert steps_decided(known) == 16
+        known.observe(outcome(np.array([0]), np.array([16]), np.array([16])))
 
 
 def test_a_row_that_may_not_draft_never_does():

@@ -34,9 +34,8 @@ SPEEDUP_ROUNDS = 10
 #: A draft step also buys its token's confidence, with which the next decision is better than the plan assumed here. It
 #: is worth so much of the time; with n rows drafting, whose sum varies less, an n-th of that.
 OPTION_VALUE = 0.2
-#: After so many rounds without drafts, deciding whether to draft may take `probe_budget` of the time: the decision is
-#: skipped for some rounds.
-QUIET_ROUNDS = 8
+#: Rounds decided whose outcome is not known yet, at most: two on Model Runner V2 (`READBACK_DELAY`), and the next one.
+MOST_UNDER_WAY = 3
 #: Once in so many rounds some are plain, and half of them while too few were timed: the unit of all comparisons. Two in
 #: a row, because only the second is a plain step as usual. A window of plain times is as old as so many of the others.
 PLAIN_EVERY, PLAIN_ROUNDS = WINDOW * WINDOW, 2
@@ -94,9 +93,12 @@ class Goodput(DraftLengthPolicy):
         self.speedup = 1.0
         self._rounds = self._quiet_rounds = 0
         self._charges: deque[Charge] = deque(maxlen=WINDOW)
+        #: What each round under way loses if nothing of it is accepted, tokens; the one being decided is the last.
+        self._at_stake: deque[float] = deque(maxlen=MOST_UNDER_WAY)
         self._beliefs = np.zeros(posterior.max_num_reqs, expected_gain.BELIEFS)
         self._beliefs["chain"] = 1.0
         self._compile()
+        self._at_stake.clear()
 
     def _compile(self) -> None:
         """Call the compiled functions with no rows, so that no request waits for their compilation."""
@@ -107,7 +109,7 @@ class Goodput(DraftLengthPolicy):
             given = self._rate, self._times, self._beliefs, together
             expected_gain.ngrams_to_take(no_rows, np.zeros((0, 2)), no_rows, *given)
         self._draw(no_rows)
-        self._longest = 2
+        self._longest = self._most_steps = 2
         self.more(no_rows, 1, no_rows.astype(np.float32))
         expected_gain.round_cost(np.ones(1, dtype=np.int64), np.zeros(1, dtype=bool), 0, self._times_of(1))
 
@@ -119,15 +121,31 @@ class Goodput(DraftLengthPolicy):
     def begin(self, slots: np.ndarray, limits: np.ndarray) -> None:
         self._num_reqs = num_rows = len(slots)
         self._rounds += 1
-        self._num_drafts = 0
+        self._num_drafts, self._draft_ms = 0, 0.0
         self._beliefs["limit"][slots], self._beliefs["survival"][slots] = limits, 1.0
-        self._longest = int(limits.max(initial=0))
         self._times = self._times_of(num_rows)
+        self._longest = int(limits.max(initial=0))
+        self._most_steps = self._affordable(num_rows)
+        self._at_stake.append(0.0)
         self._rate = num_rows / self._times.verify[0] * max(self.speedup, 1.0)
         every = 2 * PLAIN_ROUNDS if self.costs.lacks_plain(num_rows) else PLAIN_EVERY
         self._wants_plain = self._rounds % every >= every - PLAIN_ROUNDS
         if self._longest and not self._wants_plain:
             self._draw(slots)
+
+    def _affordable(self, num_rows: int) -> int:
+        """Return how many draft steps there may be: the account could all but pay if all rows took them in vain."""
+        verify, draft, _ = self._times
+        left = self.guard.may_lose(num_rows, sum(self._at_stake))
+        steps = self._longest
+        while steps > 1 and num_rows * ((verify[num_rows * steps] + draft[num_rows] * steps) / verify[0] - 1) > left:
+            steps -= 1
+        return steps
+
+    def _stake(self) -> None:
+        """Note what the round being decided loses if nothing is accepted."""
+        verify = self._times.verify
+        self._at_stake[-1] = self._num_reqs * ((verify[self._num_drafts] + self._draft_ms) / verify[0] - 1)
 
     def _draw(self, slots: np.ndarray) -> None:
         """Draw each row's theta, and with it the chances of its drafts."""
@@ -150,13 +168,16 @@ class Goodput(DraftLengthPolicy):
         given = self._rate, self._times, self._beliefs, self.costs.all_rows_draft
         taken = expected_gain.ngrams_to_take(slots, chances, limits, *given)
         self._num_drafts = int(taken.sum())
+        self._stake()
         return taken
 
     def more(self, slots: np.ndarray, num_drafted: int, confidence: np.ndarray | None) -> np.ndarray:
         if num_drafted == 0:
             return self._first_token(slots)
         self._num_drafts += len(slots)
-        if num_drafted >= self._longest:
+        self._draft_ms += self._times.draft[len(slots)]
+        self._stake()
+        if num_drafted >= self._most_steps:
             return np.zeros(len(slots), dtype=bool)
         if confidence is None:
             self._beliefs["survival"][slots] = self._beliefs["chain"][slots, num_drafted]
@@ -197,10 +218,12 @@ class Goodput(DraftLengthPolicy):
         """Return the rows that draft one more, none if no number of further steps pays for itself."""
         rate = self._rate * (1 - OPTION_VALUE / max(len(slots), 1))
         known = self._num_drafts, rate, self._times, self._beliefs
-        return expected_gain.rows_to_extend(slots, num_drafted, self._longest, *known)
+        return expected_gain.rows_to_extend(slots, num_drafted, self._most_steps, *known)
 
     def observe(self, outcome: Outcome) -> None:
         super().observe(outcome)
+        if self._at_stake:
+            self._at_stake.popleft()
         num_reqs, cost, gain_of_drafts = len(outcome.slots), 1.0, 0.0
         num_tokens = num_reqs + int(outcome.num_accepted.sum())
         self._quiet_rounds += 1

@@ -48,6 +48,17 @@ class Guard:
         """Return whether drafting may go on."""
         return self.credit > 0.0
 
+    def may_lose(self, num_reqs: int, at_stake: float) -> float:
+        """Return what one round may lose, in tokens: what the account has, and the least allowance of each request.
+
+        A debt is paid off at `probe_budget` of the time, a hundred rounds a token, in which nothing is drafted.
+
+        Args:
+            num_reqs: of the batch.
+            at_stake: what rounds that are not entered yet may lose.
+        """
+        return max(self.credit - at_stake, 0.0) + LEAST_ALLOWANCE * num_reqs
+
     def may_explore(self) -> bool:
         """Return whether the last exploratory draft lies far enough back."""
         return self._wait <= 0.0

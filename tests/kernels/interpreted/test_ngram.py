@@ -60,8 +60,10 @@ def test_puts_as_the_reference(dtype, device):
     results = []
     for put in (ngram.put_ngrams, reference.put_ngrams):
         draft_tokens = torch.full((5, K), 11, device=device)
+        draft_tokens[:, 1] = -1
         logits = None if dtype is None else torch.ones(4, K, 5000, dtype=dtype, device=device)
         put(drafts, idx_mapping, taken, draft_tokens, logits)
+        assert draft_tokens[0].tolist() == [11, 0] + [11] * (K - 2)
         results.append((draft_tokens, logits))
     assert torch.equal(results[0][0], results[1][0])
     assert dtype is None or torch.equal(results[0][1], results[1][1])

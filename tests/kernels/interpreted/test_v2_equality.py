@@ -6,9 +6,16 @@ Without a GPU vLLM's kernels run under the interpreter too, which vLLM allows on
 import pytest
 import torch
 import triton
+import vllm_eesd.kernels.gpu.rejection as kernel
 from triton.language import core
 from vllm_eesd.kernels.cpu import rejection as reference
 from vllm_eesd.kernels.gpu.rejection import rejection
+
+
+@triton.jit
+def same_seed(seed, step):
+    return seed
+
 
 NUM_DRAFTS = [0, 1, 3, 4, 2, 4, 4, 0]
 K = 4
@@ -16,7 +23,7 @@ K = 4
 
 @pytest.fixture(scope="module")
 def v2(device):
-    """`rejection_sample` of vLLM 0.32, able to run here."""
+    """vLLM's own `rejection_sample`, able to run here."""
     if device == "cpu":
         from triton.backends import backends
 
@@ -76,7 +83,14 @@ def theirs(v2, batch, full, block_verification):
 @pytest.mark.parametrize("vocab_size", [300, 9000])
 @pytest.mark.parametrize("full", [False, True], ids=["one-hot", "full"])
 @pytest.mark.parametrize("block_verification", [False, True], ids=["token", "block"])
-def test_verified_tokens_equal_v2s(v2, make_batch, device, vocab_size, full, block_verification):
+def test_verified_tokens_equal_v2s(v2, make_batch, device, vocab_size, full, block_verification, monkeypatch):
+    from vllm_eesd.host.speculative import blocks_are_exact  # late: the fixture prepares for vLLM
+
+    if block_verification and not blocks_are_exact():
+        # vLLM 0.32 tests with the same number whatever the step, which is why EESD has it verify no blocks.
+        if device != "cpu":
+            pytest.skip("a compiled kernel cannot be made to do as vLLM 0.32 does")
+        monkeypatch.setattr(kernel, "step_seed", same_seed)
     for seed, temperatures in enumerate(([0.0, 1.0, 0.3, 1.7], [1.0])):
         batch = make_batch(NUM_DRAFTS, vocab_size, temperatures, seed, agreement=0.8)
         batch = type(batch)(*(tensor.to(device) for tensor in batch))

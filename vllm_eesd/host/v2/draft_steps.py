@@ -22,6 +22,7 @@ from vllm_eesd.host.v2.compat import (
     set_forward_context,
 )
 from vllm_eesd.kernels.cpu.draft_inputs import DraftInputs, Drafts
+from vllm_eesd.kernels.cpu.noise import draw_counters
 from vllm_eesd.kernels.gpu.draft_inputs import advance_draft_inputs, prepare_draft_inputs
 
 if TYPE_CHECKING:
@@ -221,16 +222,16 @@ class DraftSteps(DraftModelSpeculator):
         Args:
             logits: [num_reqs, vocab_size].
         """
-        num_reqs = len(logits)
+        num_reqs, inputs = len(logits), self._inputs
         return gumbel_sample(
             logits,
             self.idx_mapping[:num_reqs],
             self.temperature,
             self.seeds,
-            self._inputs.positions[:num_reqs],  # a draw is keyed by the position before the token drawn
+            draw_counters(inputs.positions[:num_reqs], inputs.columns[:num_reqs]),
             apply_temperature=True,
             is_drafting=True,
             logits_cache=self.draft_logits,
-            logits_cache_col=self._inputs.columns[0],
+            logits_cache_col=inputs.columns[0],
             use_fp64=self.use_fp64_gumbel,
         )
