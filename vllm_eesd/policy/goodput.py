@@ -34,6 +34,9 @@ SPEEDUP_ROUNDS = 10
 #: A draft step also buys its token's confidence, with which the next decision is better than the plan assumed here. It
 #: is worth so much of the time; with n rows drafting, whose sum varies less, an n-th of that.
 OPTION_VALUE = 0.2
+#: After so many rounds without drafts, deciding whether to draft may take `probe_budget` of the time: the decision is
+#: skipped for some rounds.
+QUIET_ROUNDS = 8
 #: Rounds decided whose outcome is not known yet, at most: two on Model Runner V2 (`READBACK_DELAY`), and the next one.
 MOST_UNDER_WAY = 3
 #: Once in so many rounds some are plain, and half of them while too few were timed: the unit of all comparisons. Two in
