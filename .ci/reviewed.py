@@ -56,18 +56,19 @@ def _calls_in(module: str, tree: ast.Module, callees: set[str]) -> Iterator[tupl
             owner = f"{owner}.{node.name}".lstrip(".")
         if isinstance(node, ast.stmt):
             statement = node
-        if isinstance(node, ast.Attribute) and (receiver := _last_name(node.value)) in RECEIVERS:
+        if isinstance(node, ast.Attribute) and (receiver := last_name(node.value)) in RECEIVERS:
             yield f"{receiver}.{node.attr}", ""
         if isinstance(node, ast.Call):
-            callee = _last_name(node.func)
-            of_ours = isinstance(node.func, ast.Attribute) and _last_name(node.func.value) in RECEIVERS
+            callee = last_name(node.func)
+            of_ours = isinstance(node.func, ast.Attribute) and last_name(node.func.value) in RECEIVERS
             if callee in callees or of_ours:
                 # A statement with a body is too much to know it by.
                 yield f"{module}:{owner} calls {callee}", ast.unparse(node if hasattr(statement, "body") else statement)
         pending += [(child, owner, statement) for child in ast.iter_child_nodes(node)]
 
 
-def _last_name(node: ast.AST) -> str:
+def last_name(node: ast.AST) -> str:
+    """Return what an expression ends in: `c` of `a.b.c`."""
     return node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
 
 

@@ -101,7 +101,6 @@ class Goodput(DraftLengthPolicy):
         self._beliefs = np.zeros(posterior.max_num_reqs, expected_gain.BELIEFS)
         self._beliefs["chain"] = 1.0
         self._compile()
-        self._at_stake.clear()
 
     def _compile(self) -> None:
         """Call the compiled functions with no rows, so that no request waits for their compilation."""
@@ -115,6 +114,7 @@ class Goodput(DraftLengthPolicy):
         self._longest = self._most_steps = 2
         self.more(no_rows, 1, no_rows.astype(np.float32))
         expected_gain.round_cost(np.ones(1, dtype=np.int64), np.zeros(1, dtype=bool), 0, self._times_of(1))
+        self._at_stake.clear()
 
     def reset(self, slots: np.ndarray, keys: Sequence[str] | None = None) -> None:
         super().reset(slots, keys)
