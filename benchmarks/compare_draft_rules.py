@@ -41,11 +41,11 @@ from vllm_eesd.simulate.run import load_traces
 from vllm_eesd.traces.dense import DenseTrace
 
 TRACES = sorted((Path(__file__).resolve().parents[1] / "models" / "traces").glob("*.jsonl.gz"))
-#: Llama 3's shapes, the layers a draft step runs through, GPUs.
+#: Llama 3's shapes, the exit layer, GPUs; the exit head has one layer.
 SHAPES = {
-    "1B": (Shape(16, 2048, 128256, 8192, 32, 8, 64), 3, 1),
-    "8B": (Shape(32, 4096, 128256, 14336, 32, 8, 128), 3, 1),
-    "70B": (Shape(80, 8192, 128256, 28672, 64, 8, 128), 5, 4),
+    "1B": (Shape(16, 2048, 128256, 8192, 32, 8, 64), 2, 1),
+    "8B": (Shape(32, 4096, 128256, 14336, 32, 8, 128), 2, 1),
+    "70B": (Shape(80, 8192, 128256, 28672, 64, 8, 128), 4, 4),
 }
 CONTEXT, REACHED = 1024, 0.8
 #: What some 45 operators outside any graph cost a round, and 12 after each draft step: estimates.
@@ -167,8 +167,8 @@ def goodput_by_rule(
 ) -> dict[str, float]:
     """Return tokens per time relative to plain decoding, by rule."""
     trace = load(path)
-    sizes, draft_layers, tp = SHAPES[shape]
-    machine = Roofline(sizes, draft_layers, GPUS["h200"], tp, "bfloat16", CONTEXT, REACHED)
+    sizes, exit_layer, tp = SHAPES[shape]
+    machine = Roofline(sizes, exit_layer, 1, GPUS["h200"], tp, "bfloat16", CONTEXT, REACHED)
     costs = costs_of(machine, batch, trace.num_speculative_tokens)
     trace = replace(trace, requests=trace.requests * ceil(2 * batch / len(trace.requests)))
     goodputs = {}

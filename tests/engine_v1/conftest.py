@@ -2,8 +2,11 @@
 
 import contextlib
 import gc
+import hashlib
+import importlib.util
 import json
 import os
+from pathlib import Path
 
 import pytest
 
@@ -148,6 +151,43 @@ def greedy():
         return [tuple(map(int, completion.token_ids)) for output in outputs for completion in output.outputs]
 
     return generate
+
+
+@pytest.fixture(scope="session")
+def plain_answers(engine, greedy, request):
+    """Return ask(target, *questions, **options): plain vLLM's greedy answers to each of (prompts, max_tokens).
+
+    They are constants of the target, the questions, the engine's options, the software and the processor. An engine is
+    asked once; pytest's cache keeps the answers under a digest of all these.
+    """
+    import torch
+    import vllm
+
+    from vllm_eesd.bench.hardware import cpu_name, gpu_name, versions
+
+    runner = "V2" if importlib.util.find_spec("triton_cpu_interpreter") else "V1"
+
+    def ask(target, *questions, **options):
+        digest = hashlib.sha256()
+        for path in sorted(Path(target).iterdir()):
+            digest.update(path.read_bytes())
+        where = [
+            gpu_name() or cpu_name(),
+            torch.backends.cpu.get_cpu_capability(),
+            os.environ.get("ONEDNN_MAX_CPU_ISA"),
+        ]
+        software = [versions(), vllm.__version__]
+        content = json.dumps([questions, options, where, software, runner], sort_keys=True)
+        digest.update(content.encode())
+        key = f"plain_answers/{digest.hexdigest()}"
+        answers = request.config.cache.get(key, None)
+        if answers is None:
+            with engine(target, **options) as llm:
+                answers = [greedy(llm, prompts, max_tokens=max_tokens) for prompts, max_tokens in questions]
+            request.config.cache.set(key, answers)
+        return [[tuple(tokens) for tokens in answer] for answer in answers]
+
+    return ask
 
 
 class Clock:

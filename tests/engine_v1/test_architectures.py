@@ -72,9 +72,8 @@ def prompts():
 
 
 @pytest.fixture(scope="module")
-def plain_output(target_dir, engine, greedy, prompts):
-    with engine(target_dir) as llm:
-        return greedy(llm, prompts)
+def plain_output(target_dir, plain_answers, prompts):
+    return plain_answers(target_dir, (prompts, 48))[0]
 
 
 def clone_of_the_last_layer(target_dir, directory):

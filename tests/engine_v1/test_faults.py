@@ -47,9 +47,8 @@ def prompts():
 
 
 @pytest.fixture(scope="module")
-def expected(engine, greedy, random_target, prompts):
-    with engine(random_target) as llm:
-        return greedy(llm, prompts, max_tokens=MAX_TOKENS)
+def expected(plain_answers, random_target, prompts):
+    return plain_answers(random_target, (prompts, MAX_TOKENS))[0]
 
 
 @pytest.fixture(scope="module")

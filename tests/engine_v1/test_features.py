@@ -45,6 +45,17 @@ def test_the_extra_memory_is_one_layers_kv_and_the_head(engine, random_target, c
         assert kv_layers(llm) == plain  # headless needs nothing
 
 
+def test_a_head_of_several_layers_has_the_kv_of_each(engine, random_target, tmp_path):
+    from test_training_parity import write_new_head
+
+    directory, *_ = write_new_head(random_target, tmp_path / "head", "deep_context", exit_layer=0, head_layers=3)
+    with engine(random_target, SPEC | {"model": directory}) as llm:
+        pages = kv_layers(llm)
+    own = {f"eesd_exit.layers.{layer}.self_attn.attn" for layer in (8, 9, 10)}
+    assert {name for name in pages if name.startswith("eesd_exit")} == own
+    assert len(pages) == 8 + 3 and len(set(pages.values())) == 1
+
+
 @pytest.mark.feature("LoRA on the target", "the same answers; no exit head drafts for such requests")
 def test_lora_requests_are_served_right_and_draft_nothing(
     engine, random_target, cloned_head, adapter, prompts, drafter_of

@@ -48,9 +48,10 @@ def test_the_back_off_ends_when_the_batch_or_the_step_is_another():
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 3])
-def test_the_same_output_and_every_round_counted(engine, greedy, random_target, prompts, decisions, max_num_seqs):
-    with engine(random_target, max_num_seqs=max_num_seqs) as llm:
-        expected = greedy(llm, prompts * 2, max_tokens=60)
+def test_the_same_output_and_every_round_counted(
+    engine, greedy, plain_answers, random_target, prompts, decisions, max_num_seqs
+):
+    (expected,) = plain_answers(random_target, (prompts * 2, 60), max_num_seqs=max_num_seqs)
     with engine(random_target, SPEC, max_num_seqs=max_num_seqs) as llm:
         assert greedy(llm, prompts * 2, max_tokens=60) == expected
         (stats,) = llm.collective_rpc("eesd_stats")
@@ -59,9 +60,8 @@ def test_the_same_output_and_every_round_counted(engine, greedy, random_target, 
     assert sum(decisions) < 0.7 * stats["rounds"]
 
 
-def test_requests_that_may_not_draft_are_not_asked(engine, greedy, random_target, prompts, decisions):
-    with engine(random_target) as llm:
-        expected = greedy(llm, prompts, max_tokens=30)
+def test_requests_that_may_not_draft_are_not_asked(engine, greedy, plain_answers, random_target, prompts, decisions):
+    (expected,) = plain_answers(random_target, (prompts, 30))
     with engine(random_target, SPEC) as llm:
         assert greedy(llm, prompts, max_tokens=30, extra_args={"eesd_enabled": False}) == expected
         (stats,) = llm.collective_rpc("eesd_stats")

@@ -43,12 +43,14 @@ def head(random_target, cloned_head):
 @pytest.mark.parametrize(
     "setting", [pytest.param(name, marks=pytest.mark.feature(name, "the same answers")) for name in SETTINGS]
 )
-def test_greedy_identity_on_a_random_target(engine, greedy, random_target, head, prompts, setting, preemptions):
+def test_greedy_identity_on_a_random_target(
+    engine, greedy, plain_answers, random_target, head, prompts, setting, preemptions
+):
     options = {"max_model_len": 192} | SETTINGS[setting]
-    with engine(random_target, **options) as llm:
-        batch = greedy(llm, prompts, max_tokens=60)
-        alone = greedy(llm, prompts[:1], max_tokens=60)
-        to_the_end = greedy(llm, prompts[2:4], max_tokens=1000)  # up to max_model_len
+    # The last one up to max_model_len.
+    batch, alone, to_the_end = plain_answers(
+        random_target, (prompts, 60), (prompts[:1], 60), (prompts[2:4], 1000), **options
+    )
     preemptions.clear()
     with engine(random_target, SPEC | {"model": head}, **options) as llm:
         assert greedy(llm, prompts, max_tokens=60) == batch

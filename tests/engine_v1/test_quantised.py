@@ -87,15 +87,14 @@ def test_the_target_is_loaded_as_it_is_served(target_dir):
 
 
 @pytest.mark.feature("quantised target (compressed-tensors)", "the same answers")
-def test_distilled_and_served(target_dir, engine, greedy, prompts, tmp_path):
+def test_distilled_and_served(target_dir, engine, greedy, plain_answers, prompts, tmp_path):
     from vllm_eesd.distill.run import run
 
     np.random.default_rng(0).integers(0, VOCAB, 4_000).astype(np.uint16).tofile(tmp_path / "text.bin")
     args = {"model": target_dir, "exit_layer": 2, "data": [str(tmp_path / "text.bin")], "steps": 20, "batch": 4}
     args |= {"output": str(tmp_path / "head"), "seq_len": 32, "json": None, "work": None}
     assert run(argparse.Namespace(**args)) == 0
-    with engine(target_dir) as llm:
-        plain = greedy(llm, prompts)
+    (plain,) = plain_answers(target_dir, (prompts, 48))
     for spec, everything in (({"model": str(tmp_path / "head")}, False), ({"exit_layer": LAYERS}, True)):
         with engine(target_dir, FIXED | spec) as llm:
             outputs = greedy(llm, prompts)

@@ -32,10 +32,9 @@ def processes_of(session):
 
 
 @pytest.fixture(scope="module")
-def plain(engine, greedy, random_target):
+def plain(plain_answers, random_target):
     """What plain vLLM on one rank answers."""
-    with engine(random_target) as llm:
-        return greedy(llm, tensor_parallel.PROMPTS, max_tokens=40)
+    return plain_answers(random_target, (tensor_parallel.PROMPTS, 40))[0]
 
 
 def run_two_ranks(target, head):
@@ -91,7 +90,7 @@ def test_a_fault_on_one_rank_ends_the_engine_cleanly(ran):
 
 
 def test_more_ranks_than_kv_heads(tmp_path):
-    """Each of two ranks holds the only KV head, also of the projection that a deep-context head has of its own."""
+    """Each of two ranks holds the only KV head, also of the projections that a deep-context head's layers have."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -108,7 +107,8 @@ def test_more_ranks_than_kv_heads(tmp_path):
         initializer_range=0.12,
     )
     LlamaForCausalLM(config).save_pretrained(tmp_path / "target")
-    directory, target, head = write_new_head(str(tmp_path / "target"), tmp_path / "head", "deep_context")
+    made = write_new_head(str(tmp_path / "target"), tmp_path / "head", "deep_context", head_layers=2)
+    directory, target, head = made
     words, _, said = run_two_ranks(str(tmp_path / "target"), directory)
     assert "ROUNDS" in words, said[-4000:]
     outputs, _ = json.loads(words["SERVED"])

@@ -218,7 +218,6 @@ def rest_of_a_round(monkeypatch):
         monkeypatch.setattr(ngrams, name, kernel)
     copied = lambda array, device: torch.empty(array.shape, device=device)  # noqa: E731  # the one copy that is allowed
     monkeypatch.setattr(ngrams, "async_tensor_h2d", copied)
-    monkeypatch.setattr(lengths, "HostCopy", DeviceCopy)
     states = SimpleNamespace(
         draft_tokens=torch.zeros(MAX_REQS, K, **ints),
         all_token_ids=SimpleNamespace(gpu=torch.zeros(MAX_REQS, 20, **ints)),
@@ -228,6 +227,7 @@ def rest_of_a_round(monkeypatch):
     made = torch.zeros(NUM_REQS, K, **ints), torch.zeros(MAX_REQS, K, VOCAB_SIZE, device=META)
     rounds = object.__new__(lengths.Rounds)
     rounds.round, rounds._generation = SimpleNamespace(slots=np.arange(NUM_REQS)), np.zeros(MAX_REQS)
+    rounds._to_host = SimpleNamespace(copy=DeviceCopy)
     device_ngrams = ngrams.DeviceNgrams(ngrams.RequestStates(states))
     with torch.inference_mode(), OnlyMeta():
         device_ngrams.find(step)

@@ -32,13 +32,12 @@ def some_ngrams_taken(monkeypatch):
 
 @pytest.mark.usefixtures("some_ngrams_taken")
 @pytest.mark.parametrize("asynchronous", [True, False], ids=["asynchronous", "synchronous"])
-def test_greedy_identity(engine, greedy, random_target, cloned_head, preemptions, asynchronous, monkeypatch):
+def test_greedy_identity(engine, greedy, plain_answers, random_target, cloned_head, asynchronous, monkeypatch):
     from vllm_eesd.host.v2.ngrams import DeviceNgrams
 
     generator = np.random.default_rng(3)
     prompts = [[1, 2, 3, 4] * 6, generator.integers(0, 512, 40).tolist(), [7], [5, 6] * 30]
-    with engine(random_target, **TIGHT) as llm:
-        expected = greedy(llm, prompts, max_tokens=40)
+    (expected,) = plain_answers(random_target, (prompts, 40), **TIGHT)
     spec = {"method": "eesd", "num_speculative_tokens": K, "model": cloned_head(random_target, 7, 7)}
     with engine(random_target, spec, async_scheduling=asynchronous, **TIGHT) as llm:
         assert greedy(llm, prompts, max_tokens=40) == expected

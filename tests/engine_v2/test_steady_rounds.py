@@ -112,8 +112,8 @@ def watching(patch):
 
     begin_copy = HostCopy.__init__
 
-    def noted_copy(self, source):
-        begin_copy(self, source)
+    def noted_copy(self, source, stream=None):
+        begin_copy(self, source, stream)
         self._event = watch.event()
 
     for owner, name in METHODS:

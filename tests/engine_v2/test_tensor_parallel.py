@@ -9,13 +9,12 @@ SPEC = {"method": "eesd", "num_speculative_tokens": 3, "policy": "beta_ts"}
 
 
 @pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.device_count() < 2, reason="needs two GPUs, there is one")
-def test_tensor_parallel(engine, greedy, random_target, cloned_head, monkeypatch):
+def test_tensor_parallel(greedy, plain_answers, random_target, cloned_head, monkeypatch):
     from vllm import LLM
 
     generator = np.random.default_rng(5)
     prompts = [generator.integers(0, 512, n).tolist() for n in (20, 3, 40)]
-    with engine(random_target, max_model_len=128) as llm:
-        plain = greedy(llm, prompts, max_tokens=16)
+    (plain,) = plain_answers(random_target, (prompts, 16), max_model_len=128)
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
     options = {"max_num_seqs": 4, "kv_cache_memory_bytes": 32 << 20, "max_model_len": 128, "enforce_eager": True}
     options |= {"speculative_config": SPEC | {"model": cloned_head(random_target, 5, 5)}}  # layers 6, 7 are left out

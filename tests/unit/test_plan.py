@@ -27,7 +27,7 @@ def test_llamas_proportions_give_llamas_size():
 
 def test_a_plain_step_reads_the_weights_once():
     """bfloat16 Llama-3-70B on four H200: 2 bytes of every weight but the embedding, 4.8 TB/s each: 7.25 ms."""
-    machine = Roofline(LLAMA_70B, 6, GPUS["h200"], tp=4, context=1)
+    machine = Roofline(LLAMA_70B, 5, 1, GPUS["h200"], tp=4, context=1)
     by_hand = (LLAMA_70B.weights - 128256 * 8192) * 2 / 4 / 4.8e12 * 1e3
     assert machine.verify_ms(1, 0) == pytest.approx(by_hand, rel=0.005)
     # Six of eighty layers and the LM head.
@@ -36,7 +36,7 @@ def test_a_plain_step_reads_the_weights_once():
 
 
 def test_many_tokens_are_bound_by_arithmetic():
-    machine = Roofline(LLAMA_70B, 6, GPUS["h200"], context=1)
+    machine = Roofline(LLAMA_70B, 5, 1, GPUS["h200"], context=1)
     more = machine.verify_ms(1024, 1024) - machine.verify_ms(1024, 0)
     assert more == pytest.approx(1024 * 2 * (LLAMA_70B.weights - 128256 * 8192) / 989e12 * 1e3, rel=0.01)
     # The ridge: 989 TFLOPS over 4.8 TB/s are 206 FLOPs a byte, one a token with two-byte weights.
@@ -45,21 +45,29 @@ def test_many_tokens_are_bound_by_arithmetic():
 
 
 def test_context_costs_bandwidth_and_links_cost_time():
-    near, far = (Roofline(LLAMA_70B, 6, GPUS["h200"], context=c).verify_ms(32, 0) for c in (1, 8192))
+    near, far = (Roofline(LLAMA_70B, 5, 1, GPUS["h200"], context=c).verify_ms(32, 0) for c in (1, 8192))
     assert far - near == pytest.approx(32 * 8191 * 80 * 2 * 8 * 128 * 2 / 4.8e12 * 1e3, rel=0.01)
-    alone, four = (Roofline(LLAMA_70B, 6, GPUS["l40s"], tp=tp, context=1).verify_ms(8, 0) for tp in (1, 4))
+    alone, four = (Roofline(LLAMA_70B, 5, 1, GPUS["l40s"], tp=tp, context=1).verify_ms(8, 0) for tp in (1, 4))
     assert alone / 4 < four < alone
 
 
 def test_what_is_known_of_overheads_is_added():
-    bare = Roofline(LLAMA_70B, 6, GPUS["h100"])
-    known = Roofline(LLAMA_70B, 6, GPUS["h100"], reached=0.5, step_overhead_ms=1.0, draft_overhead_ms=0.1)
+    bare = Roofline(LLAMA_70B, 5, 1, GPUS["h100"])
+    known = Roofline(LLAMA_70B, 5, 1, GPUS["h100"], reached=0.5, step_overhead_ms=1.0, draft_overhead_ms=0.1)
     assert known.verify_ms(4, 4) == pytest.approx(2 * bare.verify_ms(4, 4) + 1)
     assert known.draft_step_ms(4) == pytest.approx(2 * bare.draft_step_ms(4) + 0.1)
 
 
+def test_a_head_of_several_layers_costs_as_many():
+    """Trained layers run like the target's own, but they and their KV come on top of what it holds."""
+    one, two = (Roofline(LLAMA_70B, n, m, GPUS["h200"], tp=4) for n, m in ((5, 1), (4, 2)))
+    assert two.draft_step_ms(8) == one.draft_step_ms(8)
+    added = two.memory_gb(8) - one.memory_gb(8)
+    assert added * 4e9 == pytest.approx(2 * LLAMA_70B.layer_weights + 8 * 1024 * LLAMA_70B.kv_bytes)
+
+
 def test_the_world_has_the_machines_times():
-    machine = Roofline(LLAMA_70B, 6, GPUS["h200"], round_overhead_ms=0.3)
+    machine = Roofline(LLAMA_70B, 5, 1, GPUS["h200"], round_overhead_ms=0.3)
     world = World(costs_of(machine, 16, 8))
     for num_reqs, drafts in ((1, 0), (1, 5), (4, 9), (16, 0), (16, 128)):
         assert world.verify_ms(num_reqs, drafts) == pytest.approx(machine.verify_ms(num_reqs, drafts), rel=0.02)
@@ -68,7 +76,8 @@ def test_the_world_has_the_machines_times():
 
 
 def test_the_command_plans(tmp_path, capsys):
-    sizes = ["--layers", "80", "--hidden", "8192", "--vocab", "128256", "--exit-layer", "5", "--batch", "1,256"]
+    sizes = ["--layers", "80", "--hidden", "8192", "--vocab", "128256", "--batch", "1,256"]
+    sizes += ["--exit-layer", "4", "--head-layers", "2"]
     out = tmp_path / "plan.json"
     machine = ["--gpu", "h200", "--tp", "4", "--context", "32768"]
     assert cli.main(["plan", *sizes, *machine, "--trace", trace(tmp_path), "--json", str(out)]) == 0
@@ -76,6 +85,7 @@ def test_the_command_plans(tmp_path, capsys):
     alone, crowded = plan["rows"]
     assert 1.2 < alone["speedup"] < 4 and alone["fits"] and not crowded["fits"]
     assert alone["best_fixed"] > crowded["best_fixed"]
+    assert plan["exit_layer"] == 4 and plan["head_layers"] == 2
     assert "NVIDIA H200" in (printed := capsys.readouterr().out) and "upper bound" in printed
 
 
@@ -84,7 +94,8 @@ def test_the_command_plans(tmp_path, capsys):
     [
         (["--gpu", "h300"], "--gpu 'h300' is not known; allowed: a100"),
         (["--gpu", "a100", "--dtype", "fp8"], "--dtype 'fp8' is not what a100 computes in; allowed: bfloat16"),
-        (["--gpu", "h200", "--exit-layer", "80"], "--exit-layer 80 is out of range: 1 to 79"),
+        (["--gpu", "h200", "--exit-layer", "80"], "--exit-layer 80 is out of range: 0 to 79"),
+        (["--gpu", "h200", "--exit-layer", "0", "--headless"], "--exit-layer 0 is out of range: 1 to 79"),
         (["--gpu", "h200", "--reached", "1.5"], "--reached 1.5 is not allowed"),
         (["--gpu", "h200", "--step-overhead-ms", "-1"], "overheads are not allowed to be below 0"),
         (["--gpu", "measured"], "--gpu 'measured' is not known; allowed: a100"),

@@ -37,6 +37,7 @@ def windows():
 
 def make_args(model_dir, **changes) -> Namespace:
     given = {"model": str(model_dir), "text": None, "windows": 3, "seq_len": SEQ_LEN, "json": None, "plot": None}
+    given["head_layers"] = 1
     return Namespace(**(given | changes))
 
 
@@ -117,6 +118,21 @@ def test_best_speedup(leading, draft_ms, verify_ms, expected):
 def test_verdict(results, words, command):
     verdict = decide(results, "M", ["a b.txt"])
     assert words in verdict["verdict"] and command in verdict["next"]
+
+
+def test_a_head_of_several_layers_is_charged_for_them(target, windows, monkeypatch):
+    """A layer takes a millisecond, all else nothing: behind N layers M more."""
+    costs = LayerCosts([1.0] * LAYERS, 0.0, [float(LAYERS)] * 9)
+    monkeypatch.setattr(probing, "measure_costs", lambda *args: costs)
+    drafts = []
+    best = probing.best_speedup
+    monkeypatch.setattr(
+        probing, "best_speedup", lambda leading, ms, verify: drafts.append(ms) or best(leading, ms, verify)
+    )
+    results, _ = probe(target, windows, head_layers=2)
+    assert drafts == [1, 3, 2, 4, 3, 5]  # headless and distilled, from each layer
+    results = [*results[:2], make_result(3, 1.0, 9.0)]
+    assert "--exit-layer 3 --head-layers 2" in decide(results, "M", None, head_layers=2)["next"]
 
 
 def test_a_model_whose_last_layers_do_nothing_is_headless(model_dir, tmp_path):

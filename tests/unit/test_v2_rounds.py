@@ -1,5 +1,6 @@
 """Model Runner V2's host side without an engine: what is learned late is learned of the right round and request."""
 
+import contextlib
 import itertools
 from types import SimpleNamespace
 
@@ -534,3 +535,72 @@ def test_an_ngram_draft_from_before_rounds_without_a_search_is_not_judged(monkey
             rounds.begin(step, True, torch.tensor([[1, 1, 4]], dtype=torch.int32))
             rounds.rest(step, 3.0)
     assert judged[1:] and judged == [[0], *[[]] * (len(judged) - 1)]
+
+
+class Stream:
+    """Stands in for a CUDA stream and its events: notes in `log` what it is asked to do, in order."""
+
+    def __init__(self, name, log):
+        self.name, self.log = name, log
+
+    def wait_stream(self, other):
+        self.log.append(f"{self.name} waits for {other.name}")
+
+
+@pytest.fixture
+def streams(monkeypatch):
+    """What the host asks of two streams; the one that computes is current but within `torch.cuda.stream`."""
+    log = []
+    current = [Stream("compute", log)]
+
+    @contextlib.contextmanager
+    def within(stream):
+        current.append(stream)
+        yield
+        current.pop()
+
+    def event(blocking):
+        assert blocking
+        return SimpleNamespace(record=lambda: log.append(f"event on {current[-1].name}"))
+
+    copy = torch.Tensor.copy_
+
+    def noted(target, source, non_blocking=False):
+        log.append(f"{current[-1].name} copies, non_blocking={non_blocking}")
+        return copy(target, source)
+
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream("copies", log))
+    monkeypatch.setattr(torch.cuda, "Event", event)
+    monkeypatch.setattr(torch.cuda, "stream", within)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: current[-1])
+    monkeypatch.setattr(torch.Tensor, "copy_", noted)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: log.append(f"kept for {stream.name}"))
+    return log
+
+
+def test_values_travel_beside_the_computation(streams):
+    """What is computed is copied on another stream, and is not written again before: no stream but those waits."""
+    to_host = readback.CopyStream(torch.device("cuda"))
+    confidences = to_host.copy(torch.ones(2))
+    to_host.before_writing()
+    assert streams == [
+        "copies waits for compute",
+        "copies copies, non_blocking=True",
+        "event on copies",
+        "kept for copies",
+        "compute waits for copies",
+    ]
+    assert confidences._copy.tolist() == [1, 1]
+
+
+def test_a_round_writes_confidences_behind_their_copy(streams, monkeypatch):
+    rounds = make_rounds(monkeypatch, **ALWAYS)
+    rounds._to_host = readback.CopyStream(torch.device("cuda"))
+    rounds.admit([0], [new_request()])
+    begin(rounds, [0], [1])
+    rounds.end(torch.ones(1, K))
+    copies = streams.count("copies copies, non_blocking=True")
+    assert copies == 2  # of the counts and of the confidences
+    streams.clear()
+    begin(rounds, [0], [1])
+    assert streams[0] == "compute waits for copies"

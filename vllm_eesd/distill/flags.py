@@ -17,6 +17,9 @@ def probe(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--windows", type=positive, default=16, metavar="W", help="sequences measured on (default 16)")
     parser.add_argument("--seq-len", type=positive, default=256, metavar="T", help="tokens a sequence (default 256)")
+    parser.add_argument(
+        "--head-layers", type=positive, default=1, metavar="M", help="of the head to distil (default 1)"
+    )
     parser.add_argument("--json", metavar="OUT", help="write all that was measured")
     parser.add_argument("--plot", metavar="PNG", help="draw it (needs matplotlib)")
 

@@ -49,7 +49,7 @@ class LayerResult:
         agreement: share of positions where the headless draft is the target's choice.
         overlap: mean of sum min(p, q) at temperature 1.
         matches_per_position: share of positions from which the first i + 1 headless drafts all match.
-        draft_ms: one headless draft step; a distilled head adds about one layer.
+        draft_ms: one headless draft step; a distilled head adds its own layers.
         headless_speedup, headless_tokens: the best predicted speedup over plain decoding and the draft length it is at.
         distilled_speedup, distilled_tokens: the same for a distilled head that closes `probe.GAP_CLOSED` of the gap.
     """

@@ -154,7 +154,7 @@ def _exit_layer(config: DistillConfig) -> int:
         return config.exit_layer
     target = load_target(config.model, 1, "cpu")
     windows = measuring_windows(target, config.model, None, PROBE_WINDOWS, min(PROBE_SEQ_LEN, config.seq_len))
-    results, _ = probe(target, windows)
+    results, _ = probe(target, windows, config.head_layers)
     exit_layer = best_exit_layer(results)
     print(f"exit layer {exit_layer} of {target.config.num_hidden_layers}, chosen as `eesd probe` does", flush=True)
     return exit_layer

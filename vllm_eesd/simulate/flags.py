@@ -22,7 +22,8 @@ def plan(parser: argparse.ArgumentParser) -> None:
     """Flags of `vllm_eesd.simulate.plan`."""
     parser.add_argument("--trace", required=True, metavar="TRACE", help="dense trace, made by `eesd trace-record`")
     parser.add_argument("--gpu", required=True, metavar="G", help="a100, b200, h100, h200, l4 or l40s")
-    parser.add_argument("--exit-layer", type=positive, required=True, metavar="N", help="target layers a draft runs")
+    parser.add_argument("--exit-layer", type=int, required=True, metavar="N", help="target layers a draft runs")
+    parser.add_argument("--head-layers", type=positive, default=1, metavar="M", help="the exit head's (default 1)")
     parser.add_argument("--headless", action="store_true", help="without an exit layer after them")
     parser.add_argument("--model", metavar="DIR", help="read the target's sizes from its config.json")
     for size, text in (

@@ -28,17 +28,19 @@ def run(args: argparse.Namespace) -> int:
         ValueError: a flag or the trace is not usable; one line.
     """
     shape = shape_of(args)
-    if not 0 < args.exit_layer < shape.layers:
-        raise ValueError(f"--exit-layer {args.exit_layer} is out of range: 1 to {shape.layers - 1}")
+    head_layers = 0 if args.headless else args.head_layers
+    least = 0 if head_layers else 1
+    if not least <= args.exit_layer < shape.layers:
+        raise ValueError(f"--exit-layer {args.exit_layer} is out of range: {least} to {shape.layers - 1}")
     (trace,) = load_traces([args.trace]).values()
     console = Console(highlight=False)
-    draft_layers = args.exit_layer + (0 if args.headless else 1)
-    machine, rows = roofline_of(args, shape, draft_layers), []
+    machine, rows = roofline_of(args, shape, head_layers), []
     for batch in args.batch:
         with console.status(f"batch {batch}"):
             rows.append(plan_batch(trace, machine, batch, args))
     title = (
         f"{shape.layers} layers of {shape.hidden}, vocabulary {shape.vocab}, exit layer {args.exit_layer}, "
+        f"{head_layers or 'no'} layer{'s' * (head_layers != 1)} behind it, "
         f"{args.tp} x {args.gpu}, {args.dtype}, context {args.context}; acceptance of {trace.workload}"
     )
     console.print(table(rows, title))
@@ -49,7 +51,8 @@ def run(args: argparse.Namespace) -> int:
     )
     if args.json:
         notes = {"gpu": args.gpu, **asdict(machine.gpu), "tp": args.tp, "dtype": args.dtype}
-        content = {"shape": asdict(shape), "draft_layers": draft_layers, "context": args.context, "machine": notes}
+        content = {"shape": asdict(shape), "exit_layer": args.exit_layer, "head_layers": head_layers}
+        content |= {"context": args.context, "machine": notes}
         content |= {"trace": args.trace, "policy": args.policy, "rows": rows}
         Path(args.json).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     return 0
@@ -70,7 +73,7 @@ def shape_of(args: argparse.Namespace) -> Shape:
     return Shape.of(**given)
 
 
-def roofline_of(args: argparse.Namespace, shape: Shape, draft_layers: int) -> Roofline:
+def roofline_of(args: argparse.Namespace, shape: Shape, head_layers: int) -> Roofline:
     """Return the machine the flags describe.
 
     Raises:
@@ -86,7 +89,8 @@ def roofline_of(args: argparse.Namespace, shape: Shape, draft_layers: int) -> Ro
     overheads = (args.step_overhead_ms, args.draft_overhead_ms, args.round_overhead_ms, args.verify_overhead_ms)
     if min(overheads) < 0:
         raise ValueError("overheads are not allowed to be below 0")
-    return Roofline(shape, draft_layers, gpu, args.tp, args.dtype, args.context, args.reached, *overheads)
+    layers = args.exit_layer, head_layers
+    return Roofline(shape, *layers, gpu, args.tp, args.dtype, args.context, args.reached, *overheads)
 
 
 def plan_batch(trace: DenseTrace, machine: Roofline, batch: int, args: argparse.Namespace) -> dict[str, Any]:

@@ -139,7 +139,8 @@ class Roofline:
 
     Attributes:
         shape: the target's.
-        draft_layers: layers a draft step runs through: N, and one of the exit head unless it is headless.
+        exit_layer: N, the target's layers that a draft step runs.
+        head_layers: M, the exit head's that it runs behind them; 0 without a head.
         gpu: one device.
         tp: devices, tensor parallel.
         dtype: of the weights, one that the device has.
@@ -151,7 +152,8 @@ class Roofline:
     """
 
     shape: Shape
-    draft_layers: int
+    exit_layer: int
+    head_layers: int
     gpu: Gpu
     tp: int = 1
     dtype: str = "bfloat16"
@@ -168,7 +170,7 @@ class Roofline:
         return self._forward_ms(self.shape.layers, num_reqs, num_reqs + num_drafts) + own
 
     def draft_step_ms(self, num_reqs: int) -> float:
-        return self._forward_ms(self.draft_layers, num_reqs, num_reqs) + self.draft_overhead_ms
+        return self._forward_ms(self.exit_layer + self.head_layers, num_reqs, num_reqs) + self.draft_overhead_ms
 
     def _forward_ms(self, layers: int, num_reqs: int, tokens: int) -> float:
         bandwidth, peak = self.gpu.bandwidth_tb_s * 1e12, self.gpu.tflops[self.dtype] * 1e12
@@ -179,9 +181,9 @@ class Roofline:
         return 1e3 * seconds / self.reached
 
     def memory_gb(self, num_reqs: int) -> float:
-        """Return what one device holds: weights and the KV of so many requests, the exit layer's included."""
-        weights = (self.shape.weights + self.shape.layer_weights) * WEIGHT_BYTES[self.dtype]
-        kv = num_reqs * self.context * (self.shape.layers + 1) * self.shape.kv_bytes
+        """Return what one device holds: weights and the KV of so many requests, the exit head's included."""
+        weights = (self.shape.weights + self.head_layers * self.shape.layer_weights) * WEIGHT_BYTES[self.dtype]
+        kv = num_reqs * self.context * (self.shape.layers + self.head_layers) * self.shape.kv_bytes
         return (weights + kv) / self.tp / 1e9
 
 

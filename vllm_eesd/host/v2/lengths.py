@@ -15,7 +15,7 @@ from vllm_eesd.host.round_setup import agree_on_times, build_policy_of, is_watch
 from vllm_eesd.host.speculative import EESDSpeculativeConfig
 from vllm_eesd.host.v2.batch import TargetStep
 from vllm_eesd.host.v2.drawing import Drawing
-from vllm_eesd.host.v2.readback import Drafted, HostCopy, PendingStep, RoundTimes
+from vllm_eesd.host.v2.readback import CopyStream, Drafted, PendingStep, RoundTimes
 from vllm_eesd.host.v2.trace import pending_verdict
 from vllm_eesd.policy import DraftLengthPolicy, Outcome
 from vllm_eesd.round.counters import DraftStats
@@ -55,6 +55,7 @@ class Rounds:
         self.num_drafted = self._pending.lengths
         self._agree_on_times = agree_on_times(SHARE_TIMES_EVERY)
         self._device = device
+        self._to_host = CopyStream(device)
         #: vLLM may shorten it until its KV cache is allocated.
         self.max_model_len = max_model_len
         #: What the text of each slot's request has at least.
@@ -169,6 +170,7 @@ class Rounds:
         """
         if self._not_admitted:
             self._admit()
+        self._to_host.before_writing()
         num_skipped = self._idle.take()
         if num_skipped:
             self.policy.skipped(self.round.slots, num_skipped)
@@ -200,7 +202,7 @@ class Rounds:
             self._pending.from_ngrams[slots],
             self._matched[slots],
             step.num_tokens,
-            HostCopy(counts),
+            self._to_host.copy(counts),
             before,
             self._times,
             *made,
@@ -229,7 +231,7 @@ class Rounds:
         Args:
             confidences: [num_reqs, K] float32 on the device.
         """
-        self._drafted = Drafted(self.round, self._generation[self.round.slots], HostCopy(confidences))
+        self._drafted = Drafted(self.round, self._generation[self.round.slots], self._to_host.copy(confidences))
 
     def pause(self) -> None:
         """A step ran that was not a round: the time around it says nothing."""
@@ -292,5 +294,6 @@ class Rounds:
         if asynchronous:
             verified = np.where(self.drawing.has_grammar[step.slots], -1, verified)
         drafts = Drafts(step.slots, self._pending.confidences[step.slots], self._pending.from_ngrams[step.slots])
-        verdict = pending_verdict(step, request_ids, verified, tokens, self.policy.needs_confidence)
+        copy = self._to_host.copy(tokens)
+        verdict = pending_verdict(step, request_ids, verified, copy, self.policy.needs_confidence)
         self.round_trace.add_pending(drafts, self.policy, self._began_s, int(step.decoded.sum()), verdict)

@@ -12,17 +12,46 @@ from vllm_eesd.round.draft import DraftRound
 from vllm_eesd.round.outcome import StepTimes
 
 
-class HostCopy:
-    """The values of a device's tensor, on their way to the host since this object was made."""
+class CopyStream:
+    """What values travel to the host on, while the device's own stream computes the next ones.
 
-    def __init__(self, source: torch.Tensor) -> None:
+    Source: vllm/v1/worker/gpu/spec_decode/adaptive_verification.py has such a stream and two slots in pinned memory;
+    here torch's pool of pinned memory has a slot free again once its copy is over and read.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def copy(self, source: torch.Tensor) -> HostCopy:
+        """Begin to copy what the device's stream will have computed by now; see `before_writing`."""
+        return HostCopy(source, self._stream)
+
+    def before_writing(self) -> None:
+        """Have the device's stream, not the host, wait for the copies begun: their sources are about to be written."""
+        if self._stream is not None:
+            torch.cuda.current_stream().wait_stream(self._stream)
+
+
+class HostCopy:
+    """The values of a device's tensor, on their way to the host since this object was made.
+
+    Args:
+        stream: what the copy is launched on; None on a CPU.
+    """
+
+    def __init__(self, source: torch.Tensor, stream: torch.cuda.Stream | None = None) -> None:
         self._copy = torch.empty(source.shape, dtype=source.dtype, pin_memory=source.is_cuda)
-        self._copy.copy_(source, non_blocking=True)
         self._event: torch.cuda.Event | None = None
-        if source.is_cuda:
+        if stream is None:
+            self._copy.copy_(source)
+            return
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            self._copy.copy_(source, non_blocking=True)
             # Blocking: the host sleeps where it must wait at all.
             self._event = torch.cuda.Event(blocking=True)
             self._event.record()
+        source.record_stream(stream)  # the caller may drop it before it is copied
 
     def is_done(self) -> bool:
         """Return whether the values have arrived; what the device's stream did before has ended by then."""

@@ -27,23 +27,23 @@ def pending_verdict(
     step: PendingStep,
     request_ids: Sequence[str],
     num_verified: np.ndarray,
-    tokens: torch.Tensor,
+    tokens: HostCopy,
     with_confidences: bool,
 ) -> Callable[[], Verdict | None]:
-    """Return what `RoundTrace.add_pending` asks for a step's outcome; copying it to the host begins here.
+    """Return what `RoundTrace.add_pending` asks for a step's outcome.
 
     Args:
         request_ids: num_reqs of them.
         num_verified: [num_reqs] int64, draft tokens judged; -1 where the host never learns, the accepted ones then.
-        tokens: of `tokens_of_step`.
+        tokens: of `tokens_of_step`, on their way to the host.
         with_confidences: whether the trace shows those of the drafts.
     """
-    copy, rows, names = HostCopy(tokens), np.flatnonzero(step.decoded), list(request_ids)
+    rows, names = np.flatnonzero(step.decoded), list(request_ids)
 
     def verdict() -> Verdict | None:
-        if not copy.is_done():
+        if not tokens.is_done():
             return None
-        judged, on_host = [], copy.numpy().tolist()
+        judged, on_host = [], tokens.numpy().tolist()
         for row in rows.tolist():
             *drafts, last, num_sampled = on_host[row]
             accepted, verified = drafts[: num_sampled - 1], num_verified[row]
