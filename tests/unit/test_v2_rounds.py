@@ -33,7 +33,7 @@ def steady_clock(monkeypatch):
         monkeypatch.setattr(module, "time", clock)
 
 
-def make_rounds(monkeypatch, world_size=1, **eesd):
+def make_rounds(monkeypatch, world_size=1, max_model_len=100, **eesd):
     group = SimpleNamespace(world_size=world_size, broadcast_object=lambda measured, src: measured)
     monkeypatch.setattr(round_setup, "get_tp_group", lambda: group)
     verifier = Verifier(
@@ -46,7 +46,7 @@ def make_rounds(monkeypatch, world_size=1, **eesd):
         head_directory=None,
         num_speculative_tokens=K,
     )
-    return Rounds(config, max_num_reqs=3, max_model_len=100, device=torch.device("cpu"))
+    return Rounds(config, max_num_reqs=3, max_model_len=max_model_len, device=torch.device("cpu"))
 
 
 def new_request(max_tokens=50, structured_outputs=None, temperature=0.0, **extra_args):
@@ -535,6 +535,15 @@ def test_an_ngram_draft_from_before_rounds_without_a_search_is_not_judged(monkey
             rounds.begin(step, True, torch.tensor([[1, 1, 4]], dtype=torch.int32))
             rounds.rest(step, 3.0)
     assert judged[1:] and judged == [[0], *[[]] * (len(judged) - 1)]
+
+
+def test_a_text_longer_than_noise_tells_apart_is_refused(monkeypatch):
+    longest = {"max_model_len": 1 << 24}
+    make_rounds(monkeypatch, **longest)
+    longest["max_model_len"] += 1
+    with pytest.raises(ValueError, match=r"max_model_len=16777217 .* allowed: at most 16777216, or .*greedy"):
+        make_rounds(monkeypatch, **longest)
+    make_rounds(monkeypatch, **longest, draft_sample_method="greedy")
 
 
 class Stream:
