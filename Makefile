@@ -77,7 +77,7 @@ soak: $(STAMP)
 		--json benchmarks/results/soak.json $(ARGS)
 
 reliability: $(STAMP)
-	$(VENV)/bin/python benchmarks/pages.py reliability
+	PYTHONPATH=benchmarks $(VENV)/bin/python benchmarks/pages.py reliability
 
 venv: $(STAMP)
 

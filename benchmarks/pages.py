@@ -15,14 +15,13 @@ from __future__ import annotations
 import argparse
 import csv
 import json
-import shlex
 import sys
-from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from page_filters import FILTERS, Rows
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS, DOCS, README = ROOT / "benchmarks" / "results", ROOT / "docs", ROOT / "README.md"
@@ -60,8 +59,6 @@ RECORDED = [ROOT / "models" / "traces" / f"{n}.jsonl.gz" for n in ("held_out_cod
 BATCHES = (1, 8)
 #: What a head's config would state: about the mean acceptance of a first draft token over the synthetic traces.
 PRIOR = (6.0, 4.0)
-#: Accepts rows as the benchmarks write them.
-Rows = list[dict[str, Any]]
 
 
 def load(path: Path, otherwise: Any = None) -> Any:
@@ -79,107 +76,12 @@ def load_csv(path: Path) -> Rows:
         return list(csv.DictReader(file))
 
 
-# Filters of the templates
-
-
-def show(value: Any, pattern: str = "") -> str:
-    """Return a value in a format, a dash for None."""
-    return "-" if value is None else format(value, pattern)
-
-
-def ratio(value: float | None, ends: Sequence[float] | None) -> str:
-    """Return "1.62x (1.58-1.66)"."""
-    return "-" if value is None else f"{value:.2f}x" + (f" ({ends[0]:.2f}-{ends[1]:.2f})" if ends else "")
-
-
-def identical(row: dict[str, Any]) -> str:
-    """Return whether a row's outputs are plain's; where rounding may change them, how many of its texts are."""
-    if row["dtype"] != "float32" and row.get("identical_share") is not None:
-        return f"{row['identical_share']:.0%} of the texts"
-    return {True: "yes", False: "**no**", None: "-"}[row["identical"]]
-
-
-def origin(row: dict[str, Any]) -> str:
-    """Return on what a row was measured."""
-    versions = row["versions"]
-    shown = versions if isinstance(versions, str) else ", ".join(f"{n} {v}" for n, v in versions.items() if n != "vllm")
-    return f"{row['hardware']}; {shown}; commit {row['git_sha']}."
-
-
-def count_prompts(rows: Rows) -> str:
-    """Return "16 prompts", or "8 prompts (4 at batch 1)" where batch sizes differ in that."""
-    count_of = {row["batch"]: row["num_prompts"] for row in rows}
-    most = max(count_of.values())
-    fewer = ", ".join(f"{count} at batch {batch}" for batch, count in count_of.items() if count < most)
-    return f"{most} prompts" + (f" ({fewer})" if fewer else "")
-
-
-def latency_commands(rows: Rows) -> str:
-    """Return the `eesd bench latency` that measure these rows: one for each set of methods and file of prompts."""
-    what_of: dict[int, tuple[str, ...]] = {}
-    for row in rows:
-        what_of[row["batch"]] = (*what_of.get(row["batch"], (row["prompts"],)), row["method"])
-    first, lines = rows[0], []
-    for what in dict.fromkeys(what_of.values()):
-        prompts, *methods = what
-        words = ["eesd", "bench", "latency", "--model", first["model"], "--prompts", prompts]
-        words += ["--head", first["head"]] if first["head"] else []
-        batches = [str(batch) for batch, some in what_of.items() if some == what]
-        words += ["--methods", ",".join(methods), "--batch", ",".join(batches)]
-        words += ["--max-tokens", str(first["max_tokens"]), "--rounds", str(first["rounds"]), "--dtype", first["dtype"]]
-        words += ["--temperature", f"{first['temperature']:g}"] if first["temperature"] else []
-        words += ["--up-to-loops"] if first.get("up_to_loops") else []
-        lines.append(shlex.join([*words, "--policy", first["policy"]]))
-    return "\n".join(lines)
-
-
-def throughput_command(rows: Rows) -> str:
-    """Return the `eesd bench throughput` that measures these rows."""
-    first = rows[0]
-    words = ["eesd", "bench", "throughput", "--model", first["model"], "--prompts", first["prompts"]]
-    words += ["--methods", ",".join(dict.fromkeys(row["method"] for row in rows))]
-    words += ["--rate", ",".join(dict.fromkeys(f"{row['rate']:g}" for row in rows))]
-    words += ["--requests", str(first["requests"]), "--max-tokens", str(first["max_tokens"])]
-    words += ["--rounds", str(first["rounds"]), "--seed", str(first["seed"]), "--dtype", first["dtype"]]
-    return shlex.join([*words, "--policy", first["policy"]])
-
-
-def by_method(rows: Rows) -> list[dict[str, Any]]:
-    """Return, for each workload and batch size, its rows by method; `best_fixed` is the fastest of fixed lengths."""
-    tables = []
-    for place in dict.fromkeys((row["workload"], row["batch"]) for row in rows):
-        found = {row["method"]: row for row in rows if (row["workload"], row["batch"]) == place}
-        fixed = [row for method, row in found.items() if method.startswith("fixed")]
-        tables.append(found | {"best_fixed": max(fixed, key=lambda row: row["vs_plain"], default=None)})
-    return tables
-
-
-def groupby_in_order(items: Iterable[Any], attribute: str) -> list[tuple[Any, list[Any]]]:
-    """Return (value, its items) in the order of first appearance."""
-    groups: dict[Any, list[Any]] = {}
-    for item in items:
-        groups.setdefault(getattr(item, attribute), []).append(item)
-    return list(groups.items())
-
-
 def render(template: str, **context: Any) -> str:
     """Return a template of benchmarks/pages with these variables."""
     loader = FileSystemLoader(Path(__file__).with_suffix(""))
     settings = {"undefined": StrictUndefined, "trim_blocks": True, "lstrip_blocks": True, "keep_trailing_newline": True}
     environment = Environment(loader=loader, autoescape=False, **settings)
-    filters = (
-        show,
-        ratio,
-        identical,
-        origin,
-        count_prompts,
-        latency_commands,
-        throughput_command,
-        by_method,
-        groupby_in_order,
-    )
-    environment.filters |= {function.__name__: function for function in filters}
-    environment.filters["spaced"] = lambda name: name.replace("_", " ")
+    environment.filters |= FILTERS
     return environment.get_template(template).render(context)
 
 

@@ -51,14 +51,8 @@ SHAPES = {
     "160m": (768, 3072, 12, 12, 12, 64),
     "tiny": (64, 128, 4, 2, 1, 32),
 }
-NAMES = (
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-)
+NAMES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+NAMES += ("head_dim",)
 #: Shape of the draft model beside each target.
 DRAFT_MODEL = {"8b": "1b", "1b": "160m", "tiny": "tiny"}
 EXIT_LAYER = {"8b": 3, "1b": 2, "tiny": 1}
@@ -198,9 +192,8 @@ def check_memory(shape: str, options: argparse.Namespace) -> None:
 
 
 def _output(*command: str) -> str:
-    if shutil.which(command[0]) is None:
-        return ""
-    return subprocess.run(command, capture_output=True, text=True, timeout=60).stdout.strip()
+    found = shutil.which(command[0])
+    return subprocess.run(command, capture_output=True, text=True, timeout=60).stdout.strip() if found else ""
 
 
 def measure(shape: str, options: argparse.Namespace, root: Path) -> Iterator[list[dict]]:
@@ -223,19 +216,11 @@ def measure(shape: str, options: argparse.Namespace, root: Path) -> Iterator[lis
             rows = []
             for method, figures in speeds.items():
                 ratios = [own / plain for own, plain in zip(figures, speeds["plain"], strict=True)]
-                rows.append(
-                    {
-                        "shape": shape,
-                        "batch": batch,
-                        "method": method,
-                        "tokens_per_s": round(statistics.median(figures), 1),
-                        "speedup": round(statistics.median(ratios), 3),
-                        "speedup_min": round(min(ratios), 3),
-                        "speedup_max": round(max(ratios), 3),
-                        "acceptance": "imposed",
-                        "rounds": options.rounds,
-                    }
-                )
+                row = {"shape": shape, "batch": batch, "method": method}
+                row |= {"tokens_per_s": round(statistics.median(figures), 1)}
+                row |= {"speedup": round(statistics.median(ratios), 3)}
+                row |= {"speedup_min": round(min(ratios), 3), "speedup_max": round(max(ratios), 3)}
+                rows.append(row | {"acceptance": "imposed", "rounds": options.rounds})
                 print(rows[-1], flush=True)
             yield rows
     finally:

@@ -13,7 +13,8 @@ OUTCOMES = ("the same", "every request served", "refused", "not in this vLLM")
 
 
 @pytest.fixture
-def page():
+def page(monkeypatch):
+    monkeypatch.syspath_prepend(REPOSITORY / "benchmarks")  # as running it does
     spec = importlib.util.spec_from_file_location("pages", REPOSITORY / "benchmarks" / "pages.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

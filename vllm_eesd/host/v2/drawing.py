@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from vllm_eesd.kernels.cpu.noise import MAX_POSITION
 from vllm_eesd.round.draft import DraftRound
 
 if TYPE_CHECKING:
@@ -16,12 +17,18 @@ class Drawing:
     """What requests ask for that decides how their drafts are made and verified.
 
     Args:
+        max_num_reqs, max_model_len: the engine's.
         draws_drafts: whether drafts of requests that sample are drawn at all.
     Attributes:
         has_grammar: [max_num_reqs] bool, by slot: a grammar cuts drafts for their tokens, so those are not drawn.
+    Raises:
+        ValueError: texts may grow beyond the positions that the noise of drawn drafts tells apart.
     """
 
-    def __init__(self, max_num_reqs: int, draws_drafts: bool) -> None:
+    def __init__(self, max_num_reqs: int, max_model_len: int, draws_drafts: bool) -> None:
+        if draws_drafts and max_model_len > MAX_POSITION:
+            allowed = f'at most {MAX_POSITION}, or "draft_sample_method": "greedy"'
+            raise ValueError(f"eesd: max_model_len={max_model_len} is too long to draw drafts; allowed: {allowed}")
         self._draws_drafts = draws_drafts
         self.has_grammar, self._samples = np.zeros((2, max_num_reqs), dtype=bool)
 

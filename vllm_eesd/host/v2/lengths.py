@@ -17,7 +17,6 @@ from vllm_eesd.host.v2.batch import TargetStep
 from vllm_eesd.host.v2.drawing import Drawing
 from vllm_eesd.host.v2.readback import CopyStream, Drafted, PendingStep, RoundTimes
 from vllm_eesd.host.v2.trace import pending_verdict
-from vllm_eesd.kernels.cpu.noise import MAX_POSITION
 from vllm_eesd.policy import DraftLengthPolicy, Outcome
 from vllm_eesd.round.counters import DraftStats
 from vllm_eesd.round.draft import DraftRound
@@ -44,18 +43,11 @@ class Rounds:
         config: EESD's.
         max_num_reqs, max_model_len: the engine's.
         device: where the model runs.
-    Raises:
-        ValueError: positions beyond what the noise of drawn drafts tells apart.
     """
 
     def __init__(
         self, config: EESDSpeculativeConfig, max_num_reqs: int, max_model_len: int, device: torch.device
     ) -> None:
-        if config.eesd.draws_drafts and max_model_len > MAX_POSITION:
-            allowed = f'at most {MAX_POSITION}, or "draft_sample_method": "greedy"'
-            raise ValueError(
-                f"eesd: max_model_len={max_model_len} is too long for drafts that are drawn; allowed: {allowed}"
-            )
         self._config, self._max_num_reqs = config, max_num_reqs
         self.stats = DraftStats(config.num_speculative_tokens)
         self._pending = PendingDrafts(max_num_reqs)
@@ -70,7 +62,7 @@ class Rounds:
         self._num_tokens = np.zeros(max_num_reqs, dtype=np.int64)
         self._generation = np.zeros(max_num_reqs, dtype=np.int64)
         self._has_adapter = np.zeros(max_num_reqs, dtype=bool)
-        self.drawing = Drawing(max_num_reqs, config.eesd.draws_drafts)
+        self.drawing = Drawing(max_num_reqs, max_model_len, config.eesd.draws_drafts)
         self.round_trace = open_trace(config)
         #: False while the worker warms up: its requests are made up, and its steps wait for compilers.
         self.learns = True
