@@ -168,7 +168,7 @@ def train(args: argparse.Namespace) -> None:
     target = load_target(MODEL, EXIT_LAYER, "cpu")
     args.work.mkdir(parents=True, exist_ok=True)
     text = [np.memmap(args.data, dtype=np.uint16, mode="r")]
-    own = OwnText(args.work, target, args.self_generate, SEQ_LEN, [1.0], args.seed)
+    own = OwnText(args.work, target, args.self_generate, SEQ_LEN, [1.0, 0.7], args.seed)
     through_vllm = sampled_through_vllm(args.generator, MODEL, text, own)
     target.to(device)
     if not through_vllm:
@@ -176,7 +176,7 @@ def train(args: argparse.Namespace) -> None:
     data = TokenData(text, own.windows())
     config = TrainConfig(steps=args.tokens // (BATCH * SEQ_LEN), minutes=args.minutes, batch=BATCH, seq_len=SEQ_LEN)
     peers = {name: peer(target).to(device) for name, peer in PEERS.items()}
-    lr = DEFAULT_LR / target.config.hidden_size**0.5
+    lr = args.lr_factor * DEFAULT_LR / target.config.hidden_size**0.5
     optimizers = {name: _make_optimizers(peer, lr) for name, peer in peers.items()}
     step_losses = _step_losses(target, peers, device)
     step_losses = torch.compile(step_losses) if args.compile else step_losses
@@ -264,6 +264,7 @@ def main() -> None:
         sub.add_argument("--tokens", type=int, default=TOKENS, help="of the whole run, resumed parts included")
         sub.add_argument("--minutes", type=float, help="stop after this long, resumed parts included, if earlier")
         sub.add_argument("--self-generate", type=int, default=768, help="windows the target writes")
+        sub.add_argument("--lr-factor", type=float, default=1.0, help="times the exit head's peak learning rate")
         sub.add_argument("--compile", action="store_true", help="torch.compile the step: slow to start")
         sub.add_argument("--generator", default="auto", choices=("auto", "vllm", "transformers"), help="writes them")
         sub.add_argument("--seed", type=int, default=0)
