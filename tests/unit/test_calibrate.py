@@ -9,8 +9,17 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_eesd.distill.calibrate import Rounds, calibration_errors, count, draft_rounds, fit_prior, run
-from vllm_eesd.distill.generate import greedy_held_out
+from vllm_eesd.distill.calibrate import (
+    DRAWN_TEMPERATURE,
+    Rounds,
+    calibration_errors,
+    count,
+    count_drawn,
+    draft_rounds,
+    fit_prior,
+    run,
+)
+from vllm_eesd.distill.generate import own_held_out
 from vllm_eesd.distill.model import head_config, load_head, new_head
 from vllm_eesd.distill.target import load_target
 from vllm_eesd.distill.vocabulary import restrict
@@ -64,7 +73,7 @@ def test_rounds_are_those_of_real_drafting(model_dir, head_dir, text):
     target = load_target(str(model_dir), 3, "cpu")
     head = load_head(target, head_dir)
     sources = [np.fromfile(text, dtype=np.uint16)]
-    windows, prompt_len = greedy_held_out(target, sources, 2, SEQ_LEN)
+    windows, prompt_len = own_held_out(target, sources, 2, SEQ_LEN)
     rounds = draft_rounds(target, head, windows, prompt_len - 1)
     starts = range(prompt_len - 1, SEQ_LEN - DEPTH + 1)
     assert len(rounds.num_accepted) == 2 * len(starts)
@@ -84,6 +93,32 @@ def test_rounds_are_those_of_real_drafting(model_dir, head_dir, text):
     for ours, theirs in zip(sorted(found), sorted(expected), strict=True):
         assert ours[2] == pytest.approx(theirs[2], abs=2e-3)  # both rounded to 3 digits
     assert 0 < sum(rounds.num_accepted) < DEPTH * len(found)
+
+
+@torch.no_grad()
+def test_drawn_rounds_are_counted_at_their_chances(model_dir, head_dir, text):
+    """The first draft of a round from every position is judged, and accepted with probability sum of min(p, q)."""
+    target = load_target(str(model_dir), 3, "cpu")
+    head = load_head(target, head_dir)
+    windows, prompt_len = own_held_out(target, [np.fromfile(text, dtype=np.uint16)], 2, SEQ_LEN, DRAWN_TEMPERATURE)
+    calibration = Calibration()
+    count_drawn(calibration, target, head, windows, prompt_len - 1)
+    state = calibration.state()
+    observed, accepted = (np.array(state[f"drawn_{name}"]).sum(1) for name in ("observed", "accepted"))
+    starts = range(prompt_len - 1, SEQ_LEN - DEPTH + 1)
+    expected = 0.0
+    drafted_from = PRUNED if hasattr(head, "d2t") else torch.arange(VOCAB)
+    for window in windows:
+        p = (target.model(window[None]).logits[0] / DRAWN_TEMPERATURE).softmax(-1)
+        for start in starts:
+            exit_hidden, target_hidden, rotary = target(window[None, : start + 1])
+            hidden = head(exit_hidden, target_hidden, rotary, torch.arange(start + 1))
+            q = (target.lm_head(hidden)[0, -1, drafted_from] / DRAWN_TEMPERATURE).softmax(-1)
+            expected += float(torch.minimum(p[start, drafted_from], q).sum())
+    assert observed[0] == 2 * len(starts)
+    assert accepted[0] == pytest.approx(expected, rel=1e-3)
+    assert observed[1:DEPTH] == pytest.approx(accepted[: DEPTH - 1], abs=0.02)  # a table is written to three digits
+    assert not np.array(state["observed"]).any(), "greedy drafts are counted elsewhere"
 
 
 def make_rounds(num_rounds, acceptance, num_windows=40, seed=0) -> Rounds:
@@ -144,7 +179,9 @@ def test_run_writes_what_the_engine_reads(model_dir, head_dir, text, tmp_path, c
     outcome = json.loads((tmp_path / "out.json").read_text())
     table = Calibration.load(head_dir)
     assert sum(map(sum, table.state()["observed"])) >= outcome["rounds"] > 0
-    assert table.position_rates[:8].tolist() == pytest.approx(outcome["acceptance_per_position"], abs=1e-3)
+    greedy, drawn = table.position_rates[:, :8].tolist()
+    assert greedy == pytest.approx(outcome["acceptance_per_position"], abs=1e-3)
+    assert drawn == pytest.approx(outcome["drawn_acceptance_per_position"], abs=1e-3)
     assert ExitHeadConfig.load(head_dir).prior.model_dump() == outcome["prior"]
     assert (weights.read_bytes() if weights.exists() else None) == bytes_before
     assert not [path for path in head_dir.iterdir() if path.name.startswith(".")]

@@ -13,7 +13,7 @@ from vllm_eesd.policy.costs import WINDOW
 TOLERANCE = 0.06
 
 
-def taught(true_acceptance, rounds=4000, num_drafted=4, seed=0, updates_shared_prior=None):
+def taught(true_acceptance, rounds=4000, num_drafted=4, seed=0, updates_shared_prior=None, drawn=None):
     """A calibration that saw drafts whose token j with confidence c is accepted with `true_acceptance(c, j)`."""
     generator, calibration = np.random.default_rng(seed), Calibration()
     for _ in range(rounds):
@@ -21,12 +21,12 @@ def taught(true_acceptance, rounds=4000, num_drafted=4, seed=0, updates_shared_p
         confidences[0, :num_drafted] = generator.random(num_drafted)
         chance = true_acceptance(confidences[0, :num_drafted], np.arange(num_drafted))
         accepted = np.cumprod(generator.random(num_drafted) < chance).sum()
-        calibration.observe(confidences, np.array([num_drafted]), np.array([accepted]), updates_shared_prior)
+        calibration.observe(confidences, np.array([num_drafted]), np.array([accepted]), updates_shared_prior, drawn)
     return calibration
 
 
-def at(calibration, confidence, position=0):
-    return calibration.acceptance(np.array([confidence], dtype=np.float32), position)[0]
+def at(calibration, confidence, position=0, drawn=False):
+    return calibration.acceptance(np.array([confidence], dtype=np.float32), position, drawn)[0]
 
 
 def test_before_any_outcome_a_confidence_is_believed():
@@ -47,7 +47,22 @@ def test_positions_differ():
     calibration = taught(lambda c, j: np.where(j == 1, 0.3, 0.9))
     assert at(calibration, 0.5, 0) == pytest.approx(0.9, abs=TOLERANCE)
     assert at(calibration, 0.5, 1) == pytest.approx(0.3, abs=TOLERANCE)
-    assert calibration.exponents[1] > calibration.exponents[0]
+    assert calibration.exponents[0, 1] > calibration.exponents[0, 0]
+
+
+def test_drawn_drafts_have_a_table_of_their_own():
+    calibration = taught(lambda c, j: 0 * c + 0.6, drawn=np.array([True]))
+    assert at(calibration, 0.35, drawn=True) == pytest.approx(0.6, abs=TOLERANCE)
+    assert at(calibration, 0.35) == at(Calibration(), 0.35), "they say nothing of greedy drafts"
+    assert calibration.mean_rate == pytest.approx([0.5, 0.6], abs=TOLERANCE)
+    both = np.array([0.35, 0.35], dtype=np.float32)
+    rates = calibration.acceptance(both, 0, np.array([False, True]))
+    assert rates.tolist() == [at(calibration, 0.35), at(calibration, 0.35, drawn=True)]
+
+
+def test_before_any_drawn_outcome_greedy_ones_say_what_to_expect():
+    calibration = taught(lambda c, j: c**2)
+    assert at(calibration, 0.55, drawn=True) == pytest.approx(0.55**2, abs=TOLERANCE)
 
 
 def test_tokens_behind_a_rejection_do_not_count():
@@ -73,12 +88,22 @@ def test_an_unknown_confidence_means_the_position():
     assert at(calibration, 0.15) < 0.5, "outcomes without a confidence say nothing of any confidence"
 
 
-def test_what_was_counted_survives_a_file(tmp_path):
-    calibration = taught(lambda c, j: c**2, rounds=500)
+@pytest.mark.parametrize("drawn", [False, True])
+def test_what_was_counted_survives_a_file(tmp_path, drawn):
+    calibration = taught(lambda c, j: c**2, rounds=500, drawn=np.array([drawn]))
     (tmp_path / FILE_NAME).write_text(json.dumps(calibration.state()))
     loaded = Calibration.load(tmp_path)
     confidences = np.linspace(0, 1, 30, dtype=np.float32)
-    np.testing.assert_allclose(loaded.acceptance(confidences, 0), calibration.acceptance(confidences, 0))
+    for of_drawn in (False, True):
+        expected = calibration.acceptance(confidences, 0, of_drawn)
+        np.testing.assert_allclose(loaded.acceptance(confidences, 0, of_drawn), expected)
+
+
+def test_a_file_that_knows_no_drawn_drafts_is_read(tmp_path):
+    calibration = taught(lambda c, j: c**2, rounds=500)
+    old = {name: value for name, value in calibration.state().items() if not name.startswith("drawn")}
+    (tmp_path / FILE_NAME).write_text(json.dumps(old))
+    assert at(Calibration.load(tmp_path), 0.55) == pytest.approx(at(calibration, 0.55))
 
 
 def test_a_head_without_a_file_starts_empty(tmp_path):
@@ -91,6 +116,7 @@ def test_a_head_without_a_file_starts_empty(tmp_path):
         ({"edges": [0.5]}, "edges"),
         ({"observed": [[1] * NUM_BINS], "accepted": [[2] * NUM_BINS]}, "0 <= accepted <= observed"),
         ({"observed": [[1, 2]], "accepted": [[1, 2]]}, "positions"),
+        ({"drawn_observed": [[1] * NUM_BINS], "drawn_accepted": [[2] * NUM_BINS]}, "drawn_accepted <= drawn_observed"),
         ({"observed": [[float("nan")] * NUM_BINS]}, "accepted"),
         ({"accepted": "x"}, ""),
         ({"accepted": None}, ""),

@@ -311,7 +311,7 @@ def test_the_longest_drafts_of_a_hopeless_request_are_numbers():
     policy = build_policy("goodput", BetaPosterior(1, 1e-3, 1e3), 0, {})
     slots, limits = np.array([0]), np.array([MAX_SPECULATIVE_TOKENS])
     policy.reset(slots)
-    policy.calibration.exponents = np.full(MAX_SPECULATIVE_TOKENS, 1e3)
+    policy.calibration.exponents = np.full((2, MAX_SPECULATIVE_TOKENS), 1e3)
     policy.begin(slots, limits)
     for k in range(MAX_SPECULATIVE_TOKENS):
         policy.more(slots, k, None if k == 0 else np.array([1.0], dtype=np.float32))

@@ -151,6 +151,30 @@ def test_calibrated_ts_goes_on_as_often_as_the_calibrated_confidence():
     assert share == pytest.approx(0.75, abs=5 * np.sqrt(0.75 * 0.25 / len(slots)))
 
 
+@pytest.mark.parametrize("name", ["calibrated_ts", "goodput"])
+def test_what_drawn_drafts_taught_decides_about_drawn_drafts_only(name):
+    """Drawn drafts of confidence 0.75 are hardly ever accepted: a drawn draft stops after one, a greedy one goes on."""
+    policy = build_policy(name, BetaPosterior(2, 60, 20), 0, {})
+    slots = np.arange(2)
+    policy.reset(slots, None, [False, True])
+    for _ in range(200):
+        policy.observe(outcome(slots, np.array([4, 4]), np.array([4, 0]), np.full((2, 4), 0.75)))
+    policy.begin(slots, np.array([8, 8]))
+    confidence = np.full(2, 0.75, dtype=np.float32)
+    went_on = np.mean([policy.more(slots, 1, confidence) for _ in range(100)], axis=0)
+    assert went_on[0] > 0.8 and went_on[1] < 0.2
+
+
+def test_requests_whose_drafts_are_drawn_start_from_a_prior_of_their_own():
+    policy = build_policy("goodput", BetaPosterior(4, 5, 5), 0, {})
+    policy.reset(np.arange(2), None, [False, True])
+    for _ in range(50):
+        policy.observe(outcome(np.arange(2), np.array([4, 4]), np.array([4, 0])))
+    policy.reset(np.array([2, 3]), None, [False, True])
+    greedy, drawn = policy.posterior.mean(np.array([2, 3]))
+    assert greedy > 0.8 and drawn < 0.2
+
+
 @pytest.mark.parametrize("value", [-0.1, 1.1, "high", True, float("nan")])
 def test_a_wrong_threshold_is_refused(value):
     with pytest.raises(ValueError, match="policy_args.threshold="):

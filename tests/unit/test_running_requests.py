@@ -14,6 +14,7 @@ def make_runner(**requests):
         params = SimpleNamespace(
             extra_args=extra_args,
             max_tokens=max_tokens,
+            temperature=0.0,
             all_stop_token_ids={7},
             presence_penalty=1.0 if request_id == "penalised" else 0,
             frequency_penalty=0,
@@ -55,3 +56,15 @@ def test_a_request_whose_end_no_round_heard_of_gives_its_slot_back():
     later = make_runner(third=(50, None))
     running.slots_of(step_of(later))
     assert len(running) == 1
+
+
+def test_the_policy_is_told_whose_drafts_are_drawn():
+    policy = build_policy("fixed", BetaPosterior(4), 0, {})
+    runner = make_runner(greedy=(50, None), sampled=(50, None), cut_by_a_grammar=(50, None))
+    for name in ("sampled", "cut_by_a_grammar"):
+        runner.requests[name].sampling_params.temperature = 0.8
+    runner.requests["cut_by_a_grammar"].sampling_params.structured_outputs = object()
+    slots = BatchRequests(4, 6, policy, None, True).slots_of(step_of(runner))
+    assert policy.drawn[slots].tolist() == [False, True, False]
+    slots = BatchRequests(4, 6, policy, None, False).slots_of(step_of(runner))
+    assert not policy.drawn[slots].any(), "drafts of all requests are greedy"

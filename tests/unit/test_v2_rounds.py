@@ -127,7 +127,7 @@ def test_goodput_is_asked_ahead_without_confidences(monkeypatch):
 def test_outcomes_meet_the_confidences_of_their_own_round(monkeypatch):
     rounds = make_rounds(monkeypatch, **ALWAYS)
     observed, drafted = [], []
-    monkeypatch.setattr(rounds.policy.calibration, "observe", lambda c, v, a, s: observed.append((c[0, :3], v, a)))
+    monkeypatch.setattr(rounds.policy.calibration, "observe", lambda c, v, a, *_: observed.append((c[0, :3], v, a)))
     rounds.admit([1], [new_request()])
     begin(rounds, [1], [1], prefilling=True, computed=0, tokens=10)
     for number in range(1, 3 * READBACK_DELAY):
@@ -312,7 +312,7 @@ def test_confidences_of_every_draft_step_are_learned_from(monkeypatch):
     """Every row runs every step: what a row drafted past its own end tells of the next round's tokens."""
     rounds = make_rounds(monkeypatch, **ALWAYS)
     observed = []
-    monkeypatch.setattr(rounds.policy.calibration, "observe", lambda c, v, a, s: observed.append(c[:, : K + 1]))
+    monkeypatch.setattr(rounds.policy.calibration, "observe", lambda c, v, a, *_: observed.append(c[:, : K + 1]))
     rounds.admit([0, 1], [new_request(), new_request()])
     columns = np.array([[0.9, 0.8, 0.7, 0.6], [0.9, 0.1, 0.3, 0.2]], dtype=np.float32)
     for _ in range((K + 1) * (READBACK_DELAY + 1)):
@@ -325,7 +325,7 @@ def test_confidences_of_every_draft_step_are_learned_from(monkeypatch):
 def test_confidences_of_another_request_in_the_same_slot_are_not_taken(monkeypatch):
     rounds = make_rounds(monkeypatch, **ALWAYS)
     observed = []
-    monkeypatch.setattr(rounds.policy.calibration, "observe", lambda c, v, a, s: observed.append(c[0, :K]))
+    monkeypatch.setattr(rounds.policy.calibration, "observe", lambda c, v, a, *_: observed.append(c[0, :K]))
     columns = np.full((1, K), 0.9, dtype=np.float32)
     rounds.admit([1], [new_request()])
     begin(rounds, [1], [1])

@@ -1,7 +1,9 @@
 """What `eesd calibrate` does: drafts on held-out text, counted into calibration.json and the prior of a head.
 
-The rounds are teacher-forced on the target's own greedy text. That is exact, not an approximation: a draft token is
-judged only if all before it were accepted, and accepted greedy drafts ARE the target's text.
+The rounds are teacher-forced on the target's own text. For greedy drafts, on greedy text, that is exact: a draft token
+is judged only if all before it were accepted, and accepted greedy drafts ARE the target's text. For drawn drafts, on
+text sampled at `DRAWN_TEMPERATURE`, chances are counted, sum of min(p, q) each; that is an approximation, for what
+precedes an accepted draft is not quite distributed as the target's text.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from torch import Tensor, nn
 
 from vllm_eesd.config import LONGEST_DRAFT
 from vllm_eesd.distill.data import long_enough
-from vllm_eesd.distill.generate import greedy_held_out
+from vllm_eesd.distill.generate import own_held_out
 from vllm_eesd.distill.metrics import draft_passes
 from vllm_eesd.distill.model import load_head
 from vllm_eesd.distill.report import check_writable, serve_command, write_json
@@ -31,6 +33,8 @@ MIN_CONCENTRATION, MAX_CONCENTRATION = 2.0, 50.0
 # Agreement of 0 or 1 on the sample must not become certainty.
 RATE_RANGE = 0.02, 0.98
 FILE_BYTES = 1 << 16
+#: Of the text that drawn drafts are counted on, in the middle of what completion models are sampled at.
+DRAWN_TEMPERATURE = 0.8
 
 
 @dataclass(frozen=True)
@@ -76,17 +80,17 @@ def run(args: argparse.Namespace) -> int:
     if args.windows < 2:
         raise ValueError(f"windows is {args.windows}, must be at least 2: one to fit, one to measure the error on")
     text = long_enough(read_text(args.model, target.config, args.data, args.seq_len), args.seq_len, "data")
-    windows, prompt_len = greedy_held_out(target, text, args.windows, args.seq_len)
+    windows, prompt_len = own_held_out(target, text, args.windows, args.seq_len)
     rounds = draft_rounds(target, head, windows, prompt_len - 1)
     before, after = calibration_errors(rounds)
     calibration, prior = count(rounds), fit_prior(rounds)
+    sampled, prompt_len = own_held_out(target, text, args.windows, args.seq_len, DRAWN_TEMPERATURE)
+    count_drawn(calibration, target, head, sampled, prompt_len - 1)
     state = calibration.state()
-    write_json(
-        Path(args.head) / FILE_NAME,
-        state | {"observed": state["observed"][:LONGEST_DRAFT], "accepted": state["accepted"][:LONGEST_DRAFT]},
-    )
+    tables = {name: table[:LONGEST_DRAFT] for name, table in state.items() if name != "edges"}
+    write_json(Path(args.head) / FILE_NAME, state | tables)
     config.model_copy(update={"prior": prior}).save(args.head)
-    rates = [round(rate, 4) for rate in calibration.position_rates[:LONGEST_DRAFT].tolist()]
+    rates, drawn_rates = calibration.position_rates[:, :LONGEST_DRAFT].round(4).tolist()
     outcome = {
         "head": str(args.head),
         "rounds": len(rounds.num_accepted),
@@ -94,12 +98,15 @@ def run(args: argparse.Namespace) -> int:
         "ece_after": after,
         "prior": prior.model_dump(),
         "acceptance_per_position": rates,
+        "drawn_acceptance_per_position": drawn_rates,
         "next": serve_command(args.model, args.head),
     }
     if args.json:
         write_json(args.json, outcome)
     print(f"calibration error on rounds not fitted to: {before:.4f} raw confidence, {after:.4f} calibrated")
     print(f"acceptance per position, given the ones before: {' '.join(f'{rate:.2f}' for rate in rates)}")
+    drawn = " ".join(f"{rate:.2f}" for rate in drawn_rates)
+    print(f"of drafts drawn at temperature {DRAWN_TEMPERATURE}: {drawn}")
     print(f"wrote {Path(args.head) / FILE_NAME}; prior alpha {prior.alpha}, beta {prior.beta}")
     print(f"next: {outcome['next']}")
     return 0
@@ -129,6 +136,25 @@ def draft_rounds(target: Target, head: nn.Module, windows: Tensor, first: int) -
         torch.cat(accepted).numpy(),
         torch.cat(window).numpy(),
     )
+
+
+@torch.no_grad()
+def count_drawn(calibration: Calibration, target: Target, head: nn.Module, windows: Tensor, first: int) -> None:
+    """Count one drawn round from every position of the windows, as `draft_rounds` has them, at its chances.
+
+    Args:
+        windows, first: see `draft_rounds`; sampled at `DRAWN_TEMPERATURE`.
+    """
+    depth = min(LONGEST_DRAFT, windows.shape[1] - first)
+    for _, target_logits, draft_logits, start in draft_passes(target, head, windows, first):
+        drafted = slice(start, start + (windows.shape[1] - start) // depth * depth)
+        p, q = ((logits[:, drafted] / DRAWN_TEMPERATURE).softmax(-1) for logits in (target_logits, draft_logits))
+        reached = torch.minimum(p, q).sum(-1).reshape(-1, depth).clamp(max=1).cumprod(-1)
+        judged = torch.cat([torch.ones_like(reached[:, :1]), reached[:, :-1]], dim=1)
+        confidence = draft_logits[:, drafted].softmax(-1).amax(-1).reshape(-1, depth)
+        positions = np.broadcast_to(np.arange(depth), reached.shape)
+        flat = (values.cpu().numpy().ravel() for values in (confidence, judged, reached))
+        calibration.count(True, positions.ravel(), *flat)
 
 
 def count(rounds: Rounds) -> Calibration:

@@ -165,9 +165,18 @@ def sampled_through_vllm(wanted: str, model: str, text: list[Tokens], own: OwnTe
     return True
 
 
-def greedy_held_out(target: Target, text: list[Tokens], count: int, seq_len: int) -> tuple[Tensor, int]:
-    """Return (held-out prompts continued greedily, [count, seq_len] int64; first generated position)."""
+def own_held_out(
+    target: Target, text: list[Tokens], count: int, seq_len: int, temperature: float = 0.0
+) -> tuple[Tensor, int]:
+    """Return (held-out prompts continued by the target, [count, seq_len] int64; first generated position).
+
+    Args:
+        temperature: 0 continues greedily.
+    """
     prompt_len = max(1, seq_len // 4)
     prompts = spaced_windows(text, count, seq_len)[:, :prompt_len]
-    some = [continue_windows(target, rows, seq_len, torch.zeros(len(rows)), seed=0) for rows in prompts.split(BATCH)]
+    some = [
+        continue_windows(target, rows, seq_len, torch.full((len(rows),), temperature), seed)
+        for seed, rows in enumerate(prompts.split(BATCH))
+    ]
     return torch.cat(some), prompt_len

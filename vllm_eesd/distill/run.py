@@ -18,7 +18,7 @@ from tqdm import tqdm
 from vllm_eesd.distill import processes
 from vllm_eesd.distill.config import DistillConfig
 from vllm_eesd.distill.data import TokenData, long_enough, spaced_windows, split_held_out, tokens_to_split
-from vllm_eesd.distill.generate import OwnText, continue_windows, greedy_held_out, sampled_through_vllm
+from vllm_eesd.distill.generate import OwnText, continue_windows, own_held_out, sampled_through_vllm
 from vllm_eesd.distill.loading import saved_dtype
 from vllm_eesd.distill.metrics import evaluate
 from vllm_eesd.distill.model import head_config, new_head
@@ -256,7 +256,7 @@ def _held_out(config: DistillConfig, target: Target, text: list) -> HeldOut:
     """Return what is measured on: text, and the target's greedy text if asked for or trained on."""
     held_out = {"text": (spaced_windows(text, HELD_OUT_WINDOWS, config.seq_len), 0)}
     if config.self_generate or config.measure_greedy:
-        windows, first = greedy_held_out(target, text, HELD_OUT_WINDOWS, config.seq_len)
+        windows, first = own_held_out(target, text, HELD_OUT_WINDOWS, config.seq_len)
         # The last prompt position is the first whose next token the target chose.
         held_out["greedy"] = (windows, first - 1)
     return held_out

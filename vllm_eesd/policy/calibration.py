@@ -1,10 +1,15 @@
 """Calibration: what a draft token's confidence says of its acceptance, by position in the draft, learned online.
 
+Greedy drafts and drawn ones have a table each: acceptance of a drawn one, the sum of min(p, q), moves far less with
+confidence than whether both models would choose the same token (on the embedded model at temperature 0.8 from 0.57 to
+1, of a greedy draft from 0.41 to 1, in between 0.2 apart).
+
 `calibration.json` (beside a head's weights, made by counting on held-out text) is an object:
 
     "edges"     ascending inner edges of the confidence bins, within (0, 1); must be `EDGES`
-    "observed"  [positions][bins] numbers >= 0: draft tokens that the target judged, position 1 first
+    "observed"  [positions][bins] numbers >= 0: greedy draft tokens that the target judged, position 1 first
     "accepted"  [positions][bins] of those, the accepted ones
+    "drawn_observed", "drawn_accepted"  the same of drawn draft tokens; both may be missing
 
 Bin b holds confidences in [edge b-1, edge b). A token after a rejected one was not judged and is not counted.
 """
@@ -27,22 +32,35 @@ EDGES = (0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)
 NUM_BINS = len(EDGES) + 1
 #: Outcomes a cell remembers: older ones fade, so that a new workload is learned.
 MEMORY = 2000.0
-#: Pseudo-counts with which a cell leans on its bin at all positions, a bin on its centre, a position on the one before.
+#: Pseudo-counts with which a cell leans on its bin at all positions, a bin of greedy drafts on its centre and one of
+#: drawn drafts on the greedy ones', a position on the one before.
 SMOOTHING = 16.0
 MAX_FILE_BYTES = 1 << 20
 
 
+#: The tables, by whether the draft was drawn, and the prefixes of their names in a file.
+PREFIXES = ("", "drawn_")
+
+
 class Calibration:
-    """Counts of judged and accepted draft tokens by position and confidence bin, and the smoothed rates they give."""
+    """Counts of judged and accepted draft tokens by position and confidence bin, and the smoothed rates they give.
+
+    Attributes:
+        mean_rate: [2] acceptance of all judged tokens, of greedy drafts and of drawn ones.
+        position_rates: [2, MAX_SPECULATIVE_TOKENS] of those at each position.
+        exponents: [2, MAX_SPECULATIVE_TOKENS] how much harder than the average token each is, in powers of its
+            acceptance.
+        rates: [2, MAX_SPECULATIVE_TOKENS, NUM_BINS + 1] by position and bin; the last is for unknown confidences.
+    """
 
     def __init__(self) -> None:
         # The last bin is for tokens whose confidence was not computed: they still tell how positions differ.
-        self._observed = np.zeros((MAX_SPECULATIVE_TOKENS, NUM_BINS + 1))
+        self._observed = np.zeros((len(PREFIXES), MAX_SPECULATIVE_TOKENS, NUM_BINS + 1))
         self._accepted = np.zeros_like(self._observed)
         self.edges = np.array(EDGES, dtype=np.float32)
         edges = np.array((0.0, *EDGES, 1.0))
         self._centers = (edges[1:] + edges[:-1]) / 2
-        self._waiting: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
+        self._waiting: list[tuple[np.ndarray, ...]] = []
         self._refresh()
 
     @classmethod
@@ -64,16 +82,17 @@ class Calibration:
                 raise ValueError(f"{path}: cannot be read ({error.strerror})") from None
         return calibration
 
-    def acceptance(self, confidence: np.ndarray, position: int) -> np.ndarray:
+    def acceptance(self, confidence: np.ndarray, position: int, drawn: np.ndarray | bool = False) -> np.ndarray:
         """Return the probability that a draft token is accepted, given that all before it are.
 
         Args:
             confidence: [num_rows] float32 in [0, 1]; NaN where unknown.
             position: of the token in its draft, from 0.
+            drawn: [num_rows] bool, whether each draft is drawn.
         Returns:
             [num_rows] float64 in (0, 1).
         """
-        return self.rates[position, self._bin(confidence)]
+        return self.rates[np.asarray(drawn, dtype=np.int64), position, self._bin(confidence)]
 
     def observe(
         self,
@@ -81,6 +100,7 @@ class Calibration:
         num_verified: np.ndarray,
         num_accepted: np.ndarray,
         updates_shared_prior: np.ndarray | None = None,
+        drawn: np.ndarray | None = None,
     ) -> None:
         """Take in one round's outcomes; they show within `costs.WINDOW` rounds.
 
@@ -89,23 +109,45 @@ class Calibration:
             num_verified: [num_rows] draft tokens the target judged.
             num_accepted: [num_rows] of those, the leading ones accepted.
             updates_shared_prior: [num_rows] bool, which rows count; None: all.
+            drawn: [num_rows] bool, whose drafts were drawn; None: nobody's.
         """
         num_judged = np.minimum(num_verified, num_accepted + 1)
         if updates_shared_prior is not None:
             num_judged = num_judged * updates_shared_prior
-        self._waiting.append((confidences, num_judged, num_accepted))
+        tables = np.zeros(len(num_judged), dtype=np.int64) if drawn is None else drawn.astype(np.int64)
+        self._waiting.append((confidences, num_judged, num_accepted, tables))
         if len(self._waiting) >= costs.WINDOW:
             self._count_waiting()
 
     def _count_waiting(self) -> None:
         if not self._waiting:
             return
-        confidences, num_judged, num_accepted = (np.concatenate(parts) for parts in zip(*self._waiting, strict=True))
+        waiting = (np.concatenate(parts) for parts in zip(*self._waiting, strict=True))
+        confidences, num_judged, num_accepted, tables = waiting
         self._waiting.clear()
         rows, positions = np.nonzero(np.arange(MAX_SPECULATIVE_TOKENS) < num_judged[:, None])
-        cells = positions * (NUM_BINS + 1) + self._bin(confidences[rows, positions])
-        accepted = positions < num_accepted[rows]
-        self._observed += np.bincount(cells, minlength=self._observed.size).reshape(self._observed.shape)
+        self.count(tables[rows], positions, confidences[rows, positions], 1.0, positions < num_accepted[rows])
+
+    def count(
+        self,
+        drawn: np.ndarray | bool,
+        positions: np.ndarray,
+        confidences: np.ndarray,
+        judged: np.ndarray | float,
+        accepted: np.ndarray,
+    ) -> None:
+        """Count draft tokens, [num_tokens] each or the same for all.
+
+        Args:
+            drawn: whether they were drawn.
+            positions: in their drafts, from 0.
+            confidences: float32, NaN where unknown.
+            judged, accepted: how often; the chance of it where the target's judgement was not drawn.
+        """
+        where = np.broadcast_arrays(np.asarray(drawn, dtype=np.int64), positions, self._bin(confidences))
+        cells = np.ravel_multi_index(where, self._observed.shape)
+        judged = np.broadcast_to(judged, cells.shape)
+        self._observed += np.bincount(cells, judged, self._observed.size).reshape(self._observed.shape)
         self._accepted += np.bincount(cells, accepted, self._accepted.size).reshape(self._accepted.shape)
         self._refresh()
 
@@ -117,21 +159,23 @@ class Calibration:
         fade = np.minimum(1.0, MEMORY / np.maximum(self._observed, 1.0))
         self._observed *= fade
         self._accepted *= fade
-        observed, accepted = self._observed[:, :NUM_BINS], self._accepted[:, :NUM_BINS]
-        by_bin = (accepted.sum(0) + SMOOTHING * self._centers) / (observed.sum(0) + SMOOTHING)
-        #: Acceptance of all judged tokens, and [MAX_SPECULATIVE_TOKENS] of those at each position.
-        self.mean_rate = float((self._accepted.sum() + SMOOTHING * 0.5) / (self._observed.sum() + SMOOTHING))
+        leaning, mean = self._centers, 0.5
+        by_bin, self.mean_rate = np.empty((len(PREFIXES), NUM_BINS)), np.empty(len(PREFIXES))
+        for table, (observed, accepted) in enumerate(zip(self._observed, self._accepted, strict=True)):
+            known = observed[:, :NUM_BINS].sum(0), accepted[:, :NUM_BINS].sum(0)
+            by_bin[table] = leaning = (known[1] + SMOOTHING * leaning) / (known[0] + SMOOTHING)
+            self.mean_rate[table] = mean = (accepted.sum() + SMOOTHING * mean) / (observed.sum() + SMOOTHING)
         # Each position leans on the one before it: the deep ones are rarely reached.
-        self.position_rates, rate = np.empty(MAX_SPECULATIVE_TOKENS), self.mean_rate
-        counts = zip(self._observed.sum(1), self._accepted.sum(1), strict=True)
-        for position, (num_observed, num_accepted) in enumerate(counts):
+        self.position_rates, rate = np.empty((len(PREFIXES), MAX_SPECULATIVE_TOKENS)), self.mean_rate
+        counts = self._observed.sum(2).T, self._accepted.sum(2).T
+        for position, (num_observed, num_accepted) in enumerate(zip(*counts, strict=True)):
             rate = (num_accepted + SMOOTHING * rate) / (num_observed + SMOOTHING)
-            self.position_rates[position] = rate
-        #: [MAX_SPECULATIVE_TOKENS] how much harder than the average token each is, in powers of its acceptance.
-        self.exponents = np.log(self.position_rates) / np.log(self.mean_rate)
+            self.position_rates[:, position] = rate
+        self.exponents = np.log(self.position_rates) / np.log(self.mean_rate)[:, None]
         self.rates = np.empty_like(self._observed)
-        self.rates[:, :NUM_BINS] = (accepted + SMOOTHING * by_bin) / (observed + SMOOTHING)
-        self.rates[:, NUM_BINS] = self.position_rates
+        cells = self._observed[..., :NUM_BINS], self._accepted[..., :NUM_BINS]
+        self.rates[..., :NUM_BINS] = (cells[1] + SMOOTHING * by_bin[:, None]) / (cells[0] + SMOOTHING)
+        self.rates[..., NUM_BINS] = self.position_rates
 
     def expected_calibration_error(self) -> float:
         """Return the mean gap between a bin's confidence and its acceptance, weighted by how often it occurs.
@@ -139,32 +183,46 @@ class Calibration:
         Source: arXiv 1706.04599, section 2; bins by `EDGES`, a bin's confidence is its centre.
         """
         self._count_waiting()
-        observed = self._observed[:, :NUM_BINS].sum(0)
-        gaps = np.abs(self._accepted[:, :NUM_BINS].sum(0) - observed * self._centers)
+        observed = self._observed[..., :NUM_BINS].sum(1)
+        gaps = np.abs(self._accepted[..., :NUM_BINS].sum(1) - observed * self._centers)
         return float(gaps.sum() / max(observed.sum(), 1.0))
 
     def state(self) -> dict[str, Any]:
-        """Return the table in the format above."""
+        """Return the tables in the format above."""
         self._count_waiting()
-        table = {"observed": self._observed, "accepted": self._accepted}
-        return {"edges": list(EDGES)} | {name: t[:, :NUM_BINS].round(3).tolist() for name, t in table.items()}
+        counts = {"observed": self._observed, "accepted": self._accepted}
+        return {"edges": list(EDGES)} | {
+            prefix + name: of_both[table, :, :NUM_BINS].round(3).tolist()
+            for table, prefix in enumerate(PREFIXES)
+            for name, of_both in counts.items()
+        }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Take over a table in the format above.
+        """Take over tables in the format above.
 
         Raises:
             ValueError: wrong edges or shapes, or counts that are not finite, negative or accepted more than observed.
         """
         if tuple(state["edges"]) != EDGES:
             raise ValueError(f"edges are {state['edges']!r:.80}, must be {list(EDGES)}")
-        observed, accepted = (np.array(state[name], dtype=np.float64) for name in ("observed", "accepted"))
-        positions = len(observed)
-        if observed.shape != accepted.shape or observed.shape[1:] != (NUM_BINS,) or positions > MAX_SPECULATIVE_TOKENS:
-            raise ValueError(
-                f"observed is {list(observed.shape)} and accepted {list(accepted.shape)}, both must be [positions, "
-                f"{NUM_BINS}] with at most {MAX_SPECULATIVE_TOKENS} positions"
-            )
-        if not (np.isfinite(observed).all() and (accepted >= 0).all() and (accepted <= observed).all()):
-            raise ValueError("counts must be finite with 0 <= accepted <= observed")
-        self._observed[:positions, :NUM_BINS], self._accepted[:positions, :NUM_BINS] = observed, accepted
+        missing = not any(name.startswith(PREFIXES[1]) for name in state)
+        tables = [_read_table(state, prefix) for prefix in (PREFIXES[:1] if missing else PREFIXES)]
+        for table, (observed, accepted) in enumerate(tables):
+            self._observed[table, : len(observed), :NUM_BINS] = observed
+            self._accepted[table, : len(accepted), :NUM_BINS] = accepted
         self._refresh()
+
+
+def _read_table(state: dict[str, Any], prefix: str) -> tuple[np.ndarray, np.ndarray]:
+    """Return what was observed and accepted, [positions, NUM_BINS] float64 each, checked."""
+    names = prefix + "observed", prefix + "accepted"
+    observed, accepted = (np.array(state[name], dtype=np.float64) for name in names)
+    positions = len(observed)
+    if observed.shape != accepted.shape or observed.shape[1:] != (NUM_BINS,) or positions > MAX_SPECULATIVE_TOKENS:
+        raise ValueError(
+            f"{names[0]} is {list(observed.shape)} and {names[1]} {list(accepted.shape)}, both must be [positions, "
+            f"{NUM_BINS}] with at most {MAX_SPECULATIVE_TOKENS} positions"
+        )
+    if not (np.isfinite(observed).all() and (accepted >= 0).all() and (accepted <= observed).all()):
+        raise ValueError(f"counts must be finite with 0 <= {names[1]} <= {names[0]}")
+    return observed, accepted

@@ -31,12 +31,13 @@ class Times(NamedTuple):
     round_ms: float
 
 
-#: What is believed of a slot's drafts in this round: the longest draft it may have; the odds of its tokens relative to
-#: those of all requests with the same confidence; the chance, seen from the round's start, that its first j tokens are
-#: all accepted; and the chance that all it has drafted so far is.
+#: What is believed of a slot's drafts in this round: the longest draft it may have; whether it is drawn (1) or greedy
+#: (0); the odds of its tokens relative to those of all requests with the same confidence; the chance, seen from the
+#: round's start, that its first j tokens are all accepted; and the chance that all it has drafted so far is.
 BELIEFS = np.dtype(
     [
         ("limit", np.int64),
+        ("drawn", np.int64),
         ("own_odds", np.float64),
         ("chain", np.float64, MAX_SPECULATIVE_TOKENS + 1),
         ("survival", np.float64),
@@ -59,12 +60,12 @@ def begin(
         theta: [num_rows] float64, the draws.
         odds: [num_rows] float64, of each row's acceptance, relative to the average token's.
         request_weight: share of a row's own log-odds that counts.
-        exponents: [longest] how much harder than the average token each is.
+        exponents: [2, longest] how much harder than the average token each is, of greedy drafts and of drawn ones.
     """
     for row, slot in enumerate(slots):
         beliefs[slot].own_odds = odds[row] ** request_weight
         log_theta = np.log(theta[row])
-        for j, exponent in enumerate(exponents):
+        for j, exponent in enumerate(exponents[beliefs[slot].drawn]):
             chance = max(np.exp(exponent * log_theta), _LEAST_CHANCE)
             beliefs[slot].chain[j + 1] = beliefs[slot].chain[j] * chance
 
@@ -78,14 +79,16 @@ def survive(
     Args:
         confidence: [num_rows] float32, NaN where unknown.
         edges: [num_bins - 1] ascending.
-        rates: [num_bins + 1] acceptance by bin at the token's position; the last is for unknown confidences.
+        rates: [2, num_bins + 1] acceptance by bin at the token's position, of greedy drafts and of drawn ones; the last
+            bin is for unknown confidences.
     """
     for row, slot in enumerate(slots):
         shown = confidence[row]
-        column = len(rates) - 1
+        column = rates.shape[1] - 1
         if not np.isnan(shown):
             column = np.searchsorted(edges, shown, side="right")
-        odds = rates[column] / (1.0 - rates[column]) * beliefs[slot].own_odds
+        rate = rates[beliefs[slot].drawn, column]
+        odds = rate / (1.0 - rate) * beliefs[slot].own_odds
         beliefs[slot].survival *= odds / (1.0 + odds)
 
 

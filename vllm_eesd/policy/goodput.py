@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -116,8 +115,9 @@ class Goodput(DraftLengthPolicy):
         expected_gain.round_cost(np.ones(1, dtype=np.int64), np.zeros(1, dtype=bool), 0, self._times_of(1))
         self._at_stake.clear()
 
-    def reset(self, slots: np.ndarray, keys: Sequence[str] | None = None) -> None:
-        super().reset(slots, keys)
+    def reset(self, slots: np.ndarray, *asked: Any) -> None:
+        super().reset(slots, *asked)
+        self._beliefs["drawn"][slots] = self.drawn[slots]
         self.guard.admit(len(slots))
         self._quiet_rounds = 0
 
@@ -155,9 +155,9 @@ class Goodput(DraftLengthPolicy):
         alpha, beta = self.posterior.parameters(slots)
         mean = alpha / (alpha + beta)
         theta = mean + TEMPER * (self._generator.beta(alpha, beta) - mean)
-        average = self.calibration.mean_rate
+        average = self.calibration.mean_rate[self._beliefs["drawn"][slots]]
         odds = alpha / beta / (average / (1 - average))
-        exponents = self.calibration.exponents[: self._longest]
+        exponents = self.calibration.exponents[:, : self._longest]
         expected_gain.begin(slots, theta, odds, REQUEST_WEIGHT, exponents, self._beliefs)
 
     def _times_of(self, num_reqs: int) -> expected_gain.Times:
@@ -185,7 +185,7 @@ class Goodput(DraftLengthPolicy):
         if confidence is None:
             self._beliefs["survival"][slots] = self._beliefs["chain"][slots, num_drafted]
         else:
-            rates = self.calibration.rates[num_drafted - 1]
+            rates = self.calibration.rates[:, num_drafted - 1]
             expected_gain.survive(slots, confidence, self.calibration.edges, rates, self._beliefs)
         return self._rows_to_extend(slots, num_drafted)
 

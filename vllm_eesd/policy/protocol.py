@@ -15,6 +15,8 @@ from vllm_eesd.policy_args import PolicyArgs
 
 #: Per request, for the interval that metrics show: its ends are good to about a hundredth.
 INTERVAL_DRAWS = 1000
+#: What a prior's key ends with if it is of requests whose drafts are drawn.
+DRAWN = " (drawn)"
 
 
 class Outcome(NamedTuple):
@@ -62,6 +64,7 @@ class DraftLengthPolicy:
         plans_ahead: whether `more`, told no confidence, decides by what it expects of the drafts to come: it can be
             asked for a whole round at once.
         uses_ngrams: whether `take_ngrams` may return anything but zeros.
+        drawn: [max_num_reqs] bool, by slot, whether a request's drafts are drawn instead of greedy.
     """
 
     needs_confidence: bool = False
@@ -80,16 +83,22 @@ class DraftLengthPolicy:
         self.costs = CostModel() if costs is None else costs
         self.calibration = Calibration() if calibration is None else calibration
         self.settings = PolicyArgs() if settings is None else settings
+        self.drawn = np.zeros(posterior.max_num_reqs, dtype=bool)
         self._generator = np.random.default_rng(seed)
 
-    def reset(self, slots: np.ndarray, keys: Sequence[str] | None = None) -> None:
+    def reset(
+        self, slots: np.ndarray, keys: Sequence[str] | None = None, drawn: np.ndarray | Sequence[bool] | None = None
+    ) -> None:
         """Forget the requests that had these slots: new ones took them over.
 
         Args:
             slots: [num_rows] int64, distinct.
             keys: the name of each request's LoRA adapter, "" for none; used with `prior_key` "lora".
+            drawn: [num_rows] bool, whose drafts will be drawn; None: nobody's. They have a prior of their own.
         """
-        self.posterior.reset(slots, keys if self.settings.prior_key == "lora" else None)
+        self.drawn[slots] = False if drawn is None else drawn
+        names = keys if keys is not None and self.settings.prior_key == "lora" else [""] * len(slots)
+        self.posterior.reset(slots, [n + DRAWN * d for n, d in zip(names, self.drawn[slots].tolist(), strict=True)])
 
     def begin(self, slots: np.ndarray, limits: np.ndarray) -> None:
         """Prepare a round for these requests, all those of the batch that decode.
@@ -135,7 +144,8 @@ class DraftLengthPolicy:
         judged = outcome.num_verified * drafted, outcome.num_accepted * drafted
         self.posterior.observe(outcome.slots, *judged, outcome.updates_shared_prior)
         if judged[0].any():
-            self.calibration.observe(outcome.confidences, *judged, outcome.updates_shared_prior)
+            of_whom = outcome.updates_shared_prior, self.drawn[outcome.slots]
+            self.calibration.observe(outcome.confidences, *judged, *of_whom)
 
     def idle_rounds(self, slots: np.ndarray) -> int:
         """Return for how many rounds this batch need not be asked, after one in which it drafted nothing.

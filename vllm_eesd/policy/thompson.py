@@ -41,6 +41,7 @@ class CalibratedThompson(DraftLengthPolicy):
         if confidence is None:
             center = alpha / (alpha + beta)
         else:
-            center = self.calibration.acceptance(confidence, num_drafted - 1).clip(_MARGIN, 1 - _MARGIN)
+            accepted = self.calibration.acceptance(confidence, num_drafted - 1, self.drawn[slots])
+            center = accepted.clip(_MARGIN, 1 - _MARGIN)
         theta = self._generator.beta((alpha + beta) * center, (alpha + beta) * (1 - center))
         return self._generator.random(len(slots)) < theta

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -53,8 +52,8 @@ class DraftVerify(DraftLengthPolicy):
         self.threshold = np.full(posterior.max_num_reqs, self.initial_threshold)
         self._acceptance = np.full(posterior.max_num_reqs, TARGET_ACCEPTANCE)
 
-    def reset(self, slots: np.ndarray, keys: Sequence[str] | None = None) -> None:
-        super().reset(slots, keys)
+    def reset(self, slots: np.ndarray, *asked: Any) -> None:
+        super().reset(slots, *asked)
         self.threshold[slots], self._acceptance[slots] = self.initial_threshold, TARGET_ACCEPTANCE
 
     def score(self, confidence: np.ndarray) -> np.ndarray:

@@ -67,7 +67,8 @@ class EarlyExitProposer:
     def use_policy(self, policy: DraftLengthPolicy) -> None:
         """Choose draft lengths by this policy from now on; requests that run start from its prior."""
         self.policy = policy
-        self._requests = BatchRequests(self.max_num_reqs, self.num_speculative_tokens, policy, self._ngrams)
+        size, draws_drafts = (self.max_num_reqs, self.num_speculative_tokens), self.config.eesd.draws_drafts
+        self._requests = BatchRequests(*size, policy, self._ngrams, draws_drafts)
         self._pending = PendingDrafts(self.max_num_reqs)
         self._learner = Learner(policy, self.stats, agree_on_times(every=1))
         self._forget_round()
