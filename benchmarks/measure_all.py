@@ -40,6 +40,8 @@ from vllm_eesd.bench.throughput import arrival_rows, arrival_table
 ROOT = Path(__file__).resolve().parents[1]
 PROMPTS, RESULTS, BUILD = ROOT / "models" / "prompts", ROOT / "benchmarks" / "results", ROOT / "build" / "bench"
 MODEL = "models/eesd-code-10m"
+#: Prompts for each request that runs at a time: while the last ones end, fewer run, the fewer the less it matters.
+WAVES = 4
 #: What arrives at random, and where trained peers take part.
 HELD_OUT = "held_out_code"
 
@@ -50,7 +52,7 @@ class Size:
 
     Attributes:
         prompts: its first so many.
-        batches: requests at once.
+        batches: requests at a time; when one ends, the next prompt begins.
         rounds: timed, after one of warming up.
         head_alone: whether EESD also runs without n-gram continuations.
         alone: at batch 1 only the first so many, because there they take longest; None: all.
@@ -70,18 +72,18 @@ class Size:
 
     def prompts_at(self, batch: int) -> int:
         """Return how many prompts are measured at a batch size."""
-        return self.alone if batch == 1 and self.alone is not None else self.prompts
+        return self.alone if batch == 1 and self.alone is not None else min(self.prompts, WAVES * batch)
 
 
 #: Meant to take less than 20 minutes together on two slow cores, of which starting the engines is about a third.
 WORKLOADS = {
-    HELD_OUT: Size(16, (1, 4, 8, 16), 3, head_alone=True, alone=6),
-    "repetitive_code": Size(8, (1, 8), 3, alone=4),
+    HELD_OUT: Size(40, (1, 4, 8, 16), 3, head_alone=True, alone=6),
+    "repetitive_code": Size(16, (1, 8), 3, alone=4),
     # Greedy, the model soon repeats itself after random tokens, which is easy to draft; so they are sampled.
-    "random_tokens": Size(8, (1, 8), 3, alone=4, max_tokens=64, temperature=2.0),
-    "multi_turn": Size(8, (1, 8), 3, alone=4, max_tokens=64),
-    "long_context": Size(4, (1, 4), 3, alone=2, max_tokens=64),
-    "edits": Size(8, (1, 8), 3, alone=4),
+    "random_tokens": Size(16, (1, 8), 3, alone=4, max_tokens=64, temperature=2.0),
+    "multi_turn": Size(16, (1, 8), 3, alone=4, max_tokens=64),
+    "long_context": Size(8, (1, 4), 3, alone=2, max_tokens=64),
+    "edits": Size(16, (1, 8), 3, alone=4),
     "mixed": Size(24, (1, 8), 3, alone=6, max_tokens=64),
 }
 #: The same prompts, sampled as a completion model is used: greedy text of a small model may repeat itself.
@@ -97,7 +99,7 @@ WORKLOADS |= {
 UP_TO_LOOPS = "_up_to_loops"
 WORKLOADS[HELD_OUT + UP_TO_LOOPS] = replace(WORKLOADS[HELD_OUT], batches=(1, 8), up_to_loops=True)
 #: Held-out code once more, drafted for by what was trained on equally many tokens: an exit head and the trained peers.
-SAME_BUDGET, _SIZE = "same_budget", Size(8, (1, 8), 3, head_alone=True, alone=4)
+SAME_BUDGET, _SIZE = "same_budget", Size(32, (1, 8), 3, head_alone=True, alone=4)
 OF_SAME_BUDGET = {
     SAME_BUDGET + UP_TO_LOOPS: replace(_SIZE, up_to_loops=True),
     SAME_BUDGET + SAMPLED: replace(_SIZE, temperature=TEMPERATURE),

@@ -18,6 +18,7 @@ from vllm_eesd.bench.engines import EngineSettings, fit_max_model_len
 from vllm_eesd.bench.measure import Runs, count_rounds, first_difference, measure, paired_ratios, round_statistics, rows
 from vllm_eesd.bench.prompts import read_prompts
 from vllm_eesd.bench.streaming import DraftStream
+from vllm_eesd.bench.vllm_engine import VllmEngine
 from vllm_eesd.traces.spell import Speller
 
 
@@ -28,12 +29,12 @@ class FakeEngine:
         self.name, self.clock, self.journal, self.seconds = name, clock, journal, list(seconds)
         self.tokens, self.counters, self.step = list(tokens), counters, step
 
-    def generate(self, prompts, max_tokens):
-        self.journal.append((self.name, len(prompts)))
+    def generate(self, prompts, max_tokens, at_once=None):
+        self.journal.append((self.name, f"{len(prompts)}, {at_once} at once"))
         self.clock["now"] += self.seconds.pop(0)
         return [list(self.tokens) for _ in prompts]
 
-    def stream(self, prompts, max_tokens):
+    def stream(self, prompts, max_tokens, at_once):
         self.clock["now"] += 1000.0  # would ruin every figure if it were inside the clock
         yield [(i, self.tokens[:1]) for i in range(len(prompts))]
         for at in range(1, len(self.tokens), self.step):
@@ -62,9 +63,8 @@ EESD_COUNTERS = {
 def run_measure(eesd_tokens=(1, 2, 3, 4), prompts=2, batch=1, rounds=3):
     clock, journal = {"now": 0.0}, []
     plain_s, eesd_s, ngram_s = (1.0, 2.0, 4.0), (0.5, 1.6, 1.0), (1.0, 1.0, 1.0)
-    per_round = -(-prompts // batch)
     fakes = {
-        name: FakeEngine(name, clock, journal, [s for s in seconds for _ in range(per_round)], **more)
+        name: FakeEngine(name, clock, journal, seconds, **more)
         for name, seconds, more in (
             ("plain", plain_s, {}),
             ("eesd", eesd_s, {"tokens": eesd_tokens, "counters": EESD_COUNTERS}),
@@ -77,8 +77,7 @@ def run_measure(eesd_tokens=(1, 2, 3, 4), prompts=2, batch=1, rounds=3):
 
 def test_methods_are_interleaved_and_the_order_rotates():
     _, journal = run_measure()
-    timed = [name for name, what in journal if isinstance(what, int)]
-    order = timed[::2]  # two prompts, batch 1: two calls a round
+    order = [name for name, what in journal if "at once" in what]
     assert order == ["plain", "eesd", "ngram", "eesd", "ngram", "plain", "ngram", "plain", "eesd"]
 
 
@@ -86,8 +85,8 @@ def test_prefixes_are_forgotten_before_every_timed_pass_and_counters_reset_after
     _, journal = run_measure()
     assert journal[:6] == [(m, what) for m in ("plain", "eesd", "ngram") for what in ("forget", "reset")]
     for at, (name, what) in enumerate(journal):
-        if isinstance(what, int):
-            assert journal[at - 1] in ((name, "forget"), (name, what))
+        if "at once" in what:
+            assert journal[at - 1] == (name, "forget")
     assert sum(what == "forget" for _, what in journal) == 3 * (1 + 3)
 
 
@@ -95,16 +94,40 @@ def test_plain_warms_up_with_one_batch_and_the_others_with_all_that_is_counted(m
     seen = []
     count = measuring.count_rounds
     monkeypatch.setattr(
-        measuring, "count_rounds", lambda e, batches: (seen.append((e.name, len(batches))), count(e, batches))[1]
+        measuring, "count_rounds", lambda e, some, *how: (seen.append((e.name, len(some))), count(e, some, *how))[1]
     )
     runs, _ = run_measure(prompts=3)
     assert seen == [("plain", 1), ("eesd", 3), ("ngram", 3)]
     assert runs["plain"].counters == {"rounds": 3, "emitted": 3}
 
 
-def test_prompts_run_in_batches_and_the_last_may_be_smaller():
+def test_all_prompts_run_so_many_at_a_time():
     _, journal = run_measure(prompts=5, batch=4)
-    assert [size for name, size in journal if name == "plain" and isinstance(size, int)] == [4, 1] * 3
+    assert [what for name, what in journal if name == "plain" and "at once" in what] == ["5, 4 at once"] * 3
+
+
+def test_when_a_request_ends_the_next_begins():
+    """A stand-in engine on which request n takes n + 1 steps."""
+    left, most = {}, []
+
+    def step():
+        most.append(len(left))
+        outputs = []
+        for name in list(left):
+            left[name] -= 1
+            outputs.append(SimpleNamespace(request_id=name, finished=not left[name], outputs=[SimpleNamespace()]))
+            outputs[-1].outputs[0].token_ids = (int(name),)
+            if not left[name]:
+                del left[name]
+        return outputs
+
+    core = SimpleNamespace(step=step, has_unfinished_requests=lambda: bool(left))
+    core.add_request = lambda name, tokens, params: left.update({name: int(name) + 1})
+    engine = VllmEngine(SimpleNamespace(llm_engine=core), drafts=False)
+    assert engine.generate([[7]] * 5, 4, at_once=2) == [[0], [1], [2], [3], [4]]
+    assert most[:-1].count(2) >= len(most) - 3 and max(most) == 2
+    most.clear()
+    assert engine.generate([[7]] * 5, 4) == [[0], [1], [2], [3], [4]] and max(most) == 5
 
 
 def test_speedup_is_the_median_of_paired_ratios_not_the_ratio_of_totals():
@@ -116,7 +139,7 @@ def test_speedup_is_the_median_of_paired_ratios_not_the_ratio_of_totals():
     assert eesd["speedup_interval"] == [1.25, 4.0]  # of three rounds the median's interval is the range
     assert (plain["speedup_vs_plain"], plain["speedup_spread"]) == (1.0, [1.0, 1.0])
     assert ngram["speedup_vs_plain"] == 2.0
-    assert plain["tokens_per_s"] == 2.0  # two prompts of four tokens in 2 x 2.0 s, the median round
+    assert plain["tokens_per_s"] == 4.0  # two prompts of four tokens in 2.0 s, the median round
     assert all(row["identical"] is True and row["first_difference"] is None for row in (plain, eesd, ngram))
 
 
@@ -181,13 +204,13 @@ def test_round_statistics():
 
 def test_a_requests_first_step_is_no_decoding_round():
     class Steps:
-        def stream(self, prompts, max_tokens):
+        def stream(self, prompts, max_tokens, at_once):
             # Two requests; the second's prompt takes a step longer; a step may bring a request nothing.
             yield [(0, [1])]
             yield [(0, [2, 3]), (1, [1])]
             yield [(0, []), (1, [2, 3, 4])]
 
-    assert count_rounds(Steps(), [([[7], [7]], [4, 4])]) == {"rounds": 2, "emitted": 5}
+    assert count_rounds(Steps(), [[7], [7]], [4, 4], 2) == {"rounds": 2, "emitted": 5}
 
 
 # --- the command ---
@@ -550,7 +573,7 @@ def test_demo_summary_and_table():
     found = demo.summary(plain, eesd)
     promised = {"speedup", "identical", "acceptance_length", "acceptance_per_position", "plain_tokens_per_s"}
     assert promised | {"eesd_tokens_per_s", "hardware"} <= set(found)
-    assert (found["speedup"], found["identical"], found["plain_tokens_per_s"]) == (2.0, True, 2.0)
+    assert (found["speedup"], found["identical"], found["plain_tokens_per_s"]) == (2.0, True, 4.0)
     file = io.StringIO()
     Console(file=file, width=80).print(demo.summary_table([plain, eesd], [plain, eesd]))
     assert file.getvalue().count("2.00x (1.25-4.00)") == 2 and "80%  40%  20%  0%" in file.getvalue()

@@ -134,10 +134,10 @@ def without_engines(monkeypatch, tmp_path):
     class Engine(FakeServer):
         clock = 0.0
 
-        def generate(self, prompts, max_tokens):
+        def generate(self, prompts, max_tokens, at_once=None):
             return [list(self.tokens) for _ in prompts]
 
-        def stream(self, prompts, max_tokens):
+        def stream(self, prompts, max_tokens, at_once=None):
             yield [(number, list(self.tokens)) for number in range(len(prompts))]
 
         def reset_statistics(self):

@@ -69,10 +69,10 @@ def latency_rows(
     sizes = {"batch": batch, "max_tokens": work.limits or work.max_tokens, "rounds": work.rounds}
     runs = measure(engines, work.prompts, progress=progress, **sizes)
     shared = {"model": settings.model, "head": settings.head, "dtype": settings.dtype, "max_tokens": work.max_tokens}
-    shared |= {"rounds": work.rounds, **provenance(), "prompts": str(work.source), "num_prompts": len(work.prompts)}
+    shared |= {"rounds": work.rounds, "prompts": str(work.source), "num_prompts": len(work.prompts), "refilled": True}
     shared |= {"policy": settings.policy, "temperature": settings.temperature, "up_to_loops": work.limits is not None}
     measured = rows(runs, exact=settings.exact, compared=settings.temperature == 0)
-    return [{"method": row.pop("method"), "batch": batch, **row, **shared} for row in measured]
+    return [{"method": row.pop("method"), "batch": batch, **row, **shared, **provenance()} for row in measured]
 
 
 def check_methods(methods: list[str], settings: EngineSettings) -> None:

@@ -58,19 +58,23 @@ def measure(
     clock: Callable[[], float] = time.perf_counter,
     progress: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Runs]:
-    """Return every method's runs over all prompts, `batch` at a time.
+    """Return every method's runs over all prompts.
 
     One warm-up per method stays outside the clock; the order of the methods rotates from round to round.
+
+    Args:
+        batch: requests at a time: when one ends, the next begins, as under load. (Batches that all begin together end
+            with their slowest request, which only speculation has.)
     """
-    limits = each_limit(max_tokens, len(prompts))
-    batches = [(list(prompts[i : i + batch]), limits[i : i + batch]) for i in range(0, len(prompts), batch)]
+    work = list(prompts), each_limit(max_tokens, len(prompts)), batch
     runs = {method: Runs() for method in engines}
     counted = {}
     for method, engine in engines.items():
         progress(f"batch {batch}: warming up {method}")
         engine.forget_prefixes()
         # Plain emits a token a round, whatever the prompts: one batch warms it up and shows that.
-        counted[method] = count_rounds(engine, batches[:1] if method == "plain" else batches)
+        some = [given[:batch] for given in work[:2]] if method == "plain" else work[:2]
+        counted[method] = count_rounds(engine, *some, batch)
         engine.reset_statistics()
     for round_index in range(rounds):
         for method in rotated(list(engines), round_index):
@@ -78,9 +82,9 @@ def measure(
             engine = engines[method]
             engine.forget_prefixes()
             began = clock()
-            outputs = [engine.generate(*one) for one in batches]
+            outputs = engine.generate(*work)
             runs[method].seconds.append(clock() - began)
-            runs[method].outputs.append([tokens for out in outputs for tokens in out])
+            runs[method].outputs.append(outputs)
     for method, engine in engines.items():
         runs[method].counters = engine.statistics() or counted[method]
     return runs
@@ -92,23 +96,19 @@ def rotated(methods: list[str], round_index: int) -> list[str]:
     return methods[start:] + methods[:start]
 
 
-def count_rounds(engine: VllmEngine, batches: list[tuple[list[Tokens], list[int]]]) -> dict[str, int]:
+def count_rounds(engine: VllmEngine, prompts: list[Tokens], limits: list[int], batch: int) -> dict[str, int]:
     """Return the decoding rounds and the tokens emitted in them, seen from outside the engine.
 
     A request's first step ends its prompt and is no decoding round.
-
-    Args:
-        batches: (prompts, tokens to generate for each) of those that run at once.
     """
     counters = {"rounds": 0, "emitted": 0}
-    for one in batches:
-        started: set[int] = set()
-        for step in engine.stream(*one):
-            for index, tokens in step:
-                if index in started and tokens:
-                    counters["rounds"] += 1
-                    counters["emitted"] += len(tokens)
-                started.add(index)
+    started: set[int] = set()
+    for step in engine.stream(prompts, limits, batch):
+        for index, tokens in step:
+            if index in started and tokens:
+                counters["rounds"] += 1
+                counters["emitted"] += len(tokens)
+            started.add(index)
     return counters
 
 

@@ -1,7 +1,8 @@
-"""One vLLM engine as the measurements see it: batches, streams, requests that arrive, and the drafter's numbers."""
+"""One vLLM engine as the measurements see it: prompts, streams, requests that arrive, and the drafter's numbers."""
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -56,31 +57,50 @@ class VllmEngine:
         """Return the same engine, asked to sample at another temperature."""
         return VllmEngine(self._llm, self._drafts, temperature)
 
-    def generate(self, prompts: list[list[int]], max_tokens: Limits, **params: Any) -> list[list[int]]:
-        """Return each prompt's new tokens; the prompts run as one batch. This call is what the clock sees.
+    def generate(
+        self, prompts: list[list[int]], max_tokens: Limits, at_once: int | None = None, **params: Any
+    ) -> list[list[int]]:
+        """Return each prompt's new tokens. This call is what the clock sees.
 
         Args:
             max_tokens: of every prompt, or each one's own.
+            at_once: requests that run at a time, the next prompt in line begins when one ends; None: all.
             params: further ones of `vllm.SamplingParams`.
         """
-        from vllm import TokensPrompt
-
-        inputs = [TokensPrompt(prompt_token_ids=tokens) for tokens in prompts]
-        of_each = [self._params(limit, **params) for limit in each_limit(max_tokens, len(prompts))]
-        outputs = self._llm.generate(inputs, of_each, use_tqdm=False)
-        return [list(output.outputs[0].token_ids) for output in outputs]
-
-    def stream(self, prompts: list[list[int]], max_tokens: Limits) -> Iterator[list[tuple[int, list[int]]]]:
-        """Yield (prompt index, new tokens) of every engine step."""
-        from vllm.inputs import tokens_input
         from vllm.sampling_params import RequestOutputKind
 
+        generated: list[list[int]] = [[] for _ in prompts]
+        for step in self._steps(prompts, max_tokens, at_once, output_kind=RequestOutputKind.FINAL_ONLY, **params):
+            for index, tokens in step:
+                generated[index] = tokens
+        return generated
+
+    def stream(
+        self, prompts: list[list[int]], max_tokens: Limits, at_once: int | None = None
+    ) -> Iterator[list[tuple[int, list[int]]]]:
+        """Yield (prompt index, new tokens) of every engine step."""
+        from vllm.sampling_params import RequestOutputKind
+
+        return self._steps(prompts, max_tokens, at_once, output_kind=RequestOutputKind.DELTA)
+
+    def _steps(
+        self, prompts: list[list[int]], max_tokens: Limits, at_once: int | None, **params: Any
+    ) -> Iterator[list[tuple[int, list[int]]]]:
+        """Yield (prompt index, tokens) of every engine step, `at_once` requests at a time."""
+        from vllm.inputs import tokens_input
+
         engine = self._llm.llm_engine
-        for index, (tokens, limit) in enumerate(zip(prompts, each_limit(max_tokens, len(prompts)), strict=True)):
-            params = self._params(limit, output_kind=RequestOutputKind.DELTA)
-            engine.add_request(str(index), tokens_input(tokens), params)
+        waiting = enumerate(zip(prompts, each_limit(max_tokens, len(prompts)), strict=True))
+
+        def begin(count: int | None) -> None:
+            for index, (tokens, limit) in itertools.islice(waiting, count):
+                engine.add_request(str(index), tokens_input(tokens), self._params(limit, **params))
+
+        begin(at_once)
         while engine.has_unfinished_requests():
-            yield [(int(output.request_id), list(output.outputs[0].token_ids)) for output in engine.step()]
+            outputs = engine.step()
+            begin(sum(output.finished for output in outputs))
+            yield [(int(output.request_id), list(output.outputs[0].token_ids)) for output in outputs]
 
     def serve(self, prompts: list[list[int]], arrivals: list[float], max_tokens: int) -> list[Served]:
         """Generate exactly `max_tokens` tokens for each prompt, which arrives at its time in seconds."""

@@ -32,13 +32,12 @@ class Times(NamedTuple):
 
 
 #: What is believed of a slot's drafts in this round: the longest draft it may have; whether it is drawn (1) or greedy
-#: (0); the odds of its tokens relative to those of all requests with the same confidence; the chance, seen from the
-#: round's start, that its first j tokens are all accepted; and the chance that all it has drafted so far is.
+#: (0); the chance, seen from the round's start, that its first j tokens are all accepted; and the chance that all that
+#: it has drafted so far is.
 BELIEFS = np.dtype(
     [
         ("limit", np.int64),
         ("drawn", np.int64),
-        ("own_odds", np.float64),
         ("chain", np.float64, MAX_SPECULATIVE_TOKENS + 1),
         ("survival", np.float64),
     ]
@@ -46,24 +45,14 @@ BELIEFS = np.dtype(
 
 
 @numba.njit(cache=True)
-def begin(
-    slots: np.ndarray,
-    theta: np.ndarray,
-    odds: np.ndarray,
-    request_weight: float,
-    exponents: np.ndarray,
-    beliefs: np.ndarray,
-) -> None:
-    """Write what each row's draw of its posterior says of the round: `own_odds` and `chain`.
+def begin(slots: np.ndarray, theta: np.ndarray, exponents: np.ndarray, beliefs: np.ndarray) -> None:
+    """Write what each row's draw of its posterior says of the round: `chain`.
 
     Args:
         theta: [num_rows] float64, the draws.
-        odds: [num_rows] float64, of each row's acceptance, relative to the average token's.
-        request_weight: share of a row's own log-odds that counts.
         exponents: [2, longest] how much harder than the average token each is, of greedy drafts and of drawn ones.
     """
     for row, slot in enumerate(slots):
-        beliefs[slot].own_odds = odds[row] ** request_weight
         log_theta = np.log(theta[row])
         for j, exponent in enumerate(exponents[beliefs[slot].drawn]):
             chance = max(np.exp(exponent * log_theta), _LEAST_CHANCE)
@@ -87,9 +76,7 @@ def survive(
         column = rates.shape[1] - 1
         if not np.isnan(shown):
             column = np.searchsorted(edges, shown, side="right")
-        rate = rates[beliefs[slot].drawn, column]
-        odds = rate / (1.0 - rate) * beliefs[slot].own_odds
-        beliefs[slot].survival *= odds / (1.0 + odds)
+        beliefs[slot].survival *= rates[beliefs[slot].drawn, column]
 
 
 @numba.njit(cache=True)

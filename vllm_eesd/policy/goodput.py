@@ -20,19 +20,11 @@ from vllm_eesd.policy_args import GoodputArgs
 DISCOUNT = 0.93
 #: Outcomes from which the prior of new requests is learned, and the pseudo-counts that prior weighs.
 PRIOR_MEMORY, PRIOR_WEIGHT = 100.0, 5.0
-#: Share of a Thompson draw's distance from the posterior's mean that is kept: enough to leave a wrong belief soon, and
-#: half the noise in decisions.
-TEMPER = 0.5
-#: How much a request's own log-odds of acceptance, relative to the average, move those its confidences show.
-REQUEST_WEIGHT = 0.5
 #: An exploratory draft takes the rows with the highest mean, at most so many: more of them spend a large batch's credit
 #: at once.
 MAX_EXPLORED = 8
 #: Memory of the measured speed-up, in rounds: short, for a token gained saves time at the rate of the current text.
 SPEEDUP_ROUNDS = 10
-#: A draft step also buys its token's confidence, with which the next decision is better than the plan assumed here. It
-#: is worth so much of the time; with n rows drafting, whose sum varies less, an n-th of that.
-OPTION_VALUE = 0.2
 #: After so many rounds without drafts, deciding whether to draft may take `probe_budget` of the time: the decision is
 #: skipped for some rounds.
 QUIET_ROUNDS = 8
@@ -152,13 +144,8 @@ class Goodput(DraftLengthPolicy):
 
     def _draw(self, slots: np.ndarray) -> None:
         """Draw each row's theta, and with it the chances of its drafts."""
-        alpha, beta = self.posterior.parameters(slots)
-        mean = alpha / (alpha + beta)
-        theta = mean + TEMPER * (self._generator.beta(alpha, beta) - mean)
-        average = self.calibration.mean_rate[self._beliefs["drawn"][slots]]
-        odds = alpha / beta / (average / (1 - average))
-        exponents = self.calibration.exponents[:, : self._longest]
-        expected_gain.begin(slots, theta, odds, REQUEST_WEIGHT, exponents, self._beliefs)
+        theta = self.posterior.draw(slots, self._generator)
+        expected_gain.begin(slots, theta, self.calibration.exponents[:, : self._longest], self._beliefs)
 
     def _times_of(self, num_reqs: int) -> expected_gain.Times:
         """What the steps of so many requests cost, for two tokens a row more than can be drafted."""
@@ -219,8 +206,7 @@ class Goodput(DraftLengthPolicy):
 
     def _rows_to_extend(self, slots: np.ndarray, num_drafted: int) -> np.ndarray:
         """Return the rows that draft one more, none if no number of further steps pays for itself."""
-        rate = self._rate * (1 - OPTION_VALUE / max(len(slots), 1))
-        known = self._num_drafts, rate, self._times, self._beliefs
+        known = self._num_drafts, self._rate, self._times, self._beliefs
         return expected_gain.rows_to_extend(slots, num_drafted, self._most_steps, *known)
 
     def observe(self, outcome: Outcome) -> None:
