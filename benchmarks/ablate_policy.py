@@ -44,7 +44,7 @@ REMOVED: dict[str, dict[str, Any]] = {
     "policy.calibration": {"MEMORY": math.inf, "SMOOTHING": 1.0},
     "policy.costs": {"WINDOW": 3, "MIN_SAMPLES": 1, "DEFAULT_VERIFY_GROWTH": 0.0},
     "policy.goodput": {"DISCOUNT": 1.0, "PRIOR_MEMORY": math.inf, "PRIOR_WEIGHT": 2.0}
-    | {"MAX_EXPLORED": NEVER, "SPEEDUP_ROUNDS": math.inf, "QUIET_ROUNDS": 1},
+    | {"TEMPER": 1.0, "MAX_EXPLORED": NEVER, "SPEEDUP_ROUNDS": math.inf, "QUIET_ROUNDS": 1},
     "policy.guard": {"REQUEST_ALLOWANCE": 0.5, "LEAST_ALLOWANCE": 2.0, "MAX_CREDIT": math.inf}
     | {"MAX_BACKOFF": 1.0, "PATIENCE": NEVER},
     "policy_args": {"GoodputArgs.probe_budget": 1e-6},

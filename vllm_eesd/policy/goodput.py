@@ -20,6 +20,9 @@ from vllm_eesd.policy_args import GoodputArgs
 DISCOUNT = 0.93
 #: Outcomes from which the prior of new requests is learned, and the pseudo-counts that prior weighs.
 PRIOR_MEMORY, PRIOR_WEIGHT = 100.0, 5.0
+#: Share of a Thompson draw's distance from the posterior's mean that is kept: enough to leave a wrong belief soon, and
+#: half the noise in decisions.
+TEMPER = 0.5
 #: An exploratory draft takes the rows with the highest mean, at most so many: more of them spend a large batch's credit
 #: at once.
 MAX_EXPLORED = 8
@@ -144,7 +147,8 @@ class Goodput(DraftLengthPolicy):
 
     def _draw(self, slots: np.ndarray) -> None:
         """Draw each row's theta, and with it the chances of its drafts."""
-        theta = self.posterior.draw(slots, self._generator)
+        mean = self.posterior.mean(slots)
+        theta = mean + TEMPER * (self.posterior.draw(slots, self._generator) - mean)
         expected_gain.begin(slots, theta, self.calibration.exponents[:, : self._longest], self._beliefs)
 
     def _times_of(self, num_reqs: int) -> expected_gain.Times:
