@@ -309,8 +309,8 @@ def skip_the_residual(monkeypatch, drafter):
     """What takes a rejected token's place is drawn from p instead of from what p has over q."""
     verify_blocks = verification.verify_blocks
 
-    def from_p(p, q, first_q, input_token_ids, cu_num_logits, greedy, best, uniforms, sampled):
-        verify_blocks(p, q, first_q, input_token_ids, cu_num_logits, greedy, best, uniforms, sampled)
+    def from_p(p, proposals, input_token_ids, cu_num_logits, best, uniforms, sampled):
+        verify_blocks(p, proposals, input_token_ids, cu_num_logits, best, uniforms, sampled)
         for request, first in enumerate(cu_num_logits[:-1]):
             accepted = int((sampled[request] >= 0).sum()) - 1
             sampled[request, accepted] = choose(p[first + accepted], uniforms[first + accepted, 1], 0)
@@ -322,12 +322,12 @@ def accept_by_q(monkeypatch, drafter):
     """Acceptance takes the draft model's probabilities for the target's."""
     verify_blocks = verification.verify_blocks
 
-    def with_q(p, q, first_q, input_token_ids, cu_num_logits, greedy, best, uniforms, sampled):
+    def with_q(p, proposals, input_token_ids, cu_num_logits, *judged):
         p_of_drafts = p.copy()
         for first, end in itertools.pairwise(cu_num_logits.tolist()):
             for row in range(first, end - 1):
                 p_of_drafts[row] = drafter.q[input_token_ids[row]]
-        verify_blocks(p_of_drafts, q, first_q, input_token_ids, cu_num_logits, greedy, best, uniforms, sampled)
+        verify_blocks(p_of_drafts, proposals, input_token_ids, cu_num_logits, *judged)
 
     monkeypatch.setattr(verification, "verify_blocks", with_q)
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from vllm_eesd.kernels.cpu.rejection import rejection
 
 from vllm_eesd.host.v1.batch import V1Step
-from vllm_eesd.host.v1.block_verification import choose, verify_blocks
+from vllm_eesd.host.v1.block_verification import Proposals, choose, verify_blocks
 from vllm_eesd.host.v1.draft_sampling import DraftSampling
 from vllm_eesd.host.v1.verification import keep_while_equal, only_temperature
 
@@ -80,8 +80,10 @@ def test_sampled_tokens_are_the_references(drafts, seed):
     sampled = np.empty((num_reqs, metadata.max_spec_len + 1), dtype=np.int32)
     scale = torch.where(temperature > 0, temperature, 1.0).repeat_interleave(cu_num_logits.diff())
     p, q = (logits / scale[:, None]).softmax(-1).numpy(), np.array(q, dtype=np.float32).reshape(-1, VOCAB_SIZE)
-    judged = cu_num_logits.long().numpy(), (temperature == 0).numpy(), logits.argmax(-1).numpy(), uniforms.numpy()
-    verify_blocks(p, q, first_q, ids.numpy(), *judged, sampled)
+    is_greedy = (temperature == 0).repeat_interleave(cu_num_logits.diff())
+    best = torch.where(is_greedy, logits.argmax(-1), -1)
+    judged = ids.numpy(), cu_num_logits.long().numpy(), best.numpy(), uniforms.numpy()
+    verify_blocks(p, Proposals(q, first_q), *judged, sampled)
     assert np.array_equal(sampled, expected.sampled.numpy())
 
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
 import numba
 import numpy as np
+import torch
 
 #: Columns whose sum is kept, so that a choice reads a row once and one block of it again.
 BLOCK = 256
@@ -11,14 +15,46 @@ BLOCK = 256
 _compiled = numba.njit(cache=True, fastmath={"reassoc", "contract"})
 
 
+class Proposals(NamedTuple):
+    """What the drafts of a step were drawn from.
+
+    Attributes:
+        q: [num_drawn, vocab_size] float32, at each request's temperature.
+        first_q: [num_reqs] int64, where a request's begin in q; -1: its drafts are certain, not drawn.
+    """
+
+    q: np.ndarray
+    first_q: np.ndarray
+
+    @staticmethod
+    def none(num_reqs: int, vocab_size: int) -> Proposals:
+        """Return that nothing was drawn."""
+        return Proposals(np.zeros((0, vocab_size), dtype=np.float32), np.full(num_reqs, -1))
+
+    def dense(self, num_drafts: Sequence[int], token_ids: Iterable[int]) -> torch.Tensor:
+        """Return every distribution, certain ones too, [num_reqs, longest draft, vocab_size] float32.
+
+        Args:
+            num_drafts: of each request.
+            token_ids: the drafts of all, one request's after the other's; -1 is a placeholder.
+        """
+        gathered = np.zeros((len(num_drafts), max(num_drafts), self.q.shape[1]), dtype=np.float32)
+        tokens = iter(token_ids)
+        for request, (num, first) in enumerate(zip(num_drafts, self.first_q.tolist(), strict=True)):
+            drafts = [next(tokens) for _ in range(num)]
+            if first >= 0:
+                gathered[request, :num] = self.q[first : first + num]
+            else:
+                gathered[request, np.arange(num), np.array(drafts, dtype=np.int64).clip(0)] = 1.0
+        return torch.from_numpy(gathered)
+
+
 @_compiled
 def verify_blocks(
     p: np.ndarray,
-    q: np.ndarray,
-    first_q: np.ndarray,
+    proposals: Proposals,
     input_token_ids: np.ndarray,
     cu_num_logits: np.ndarray,
-    greedy: np.ndarray,
     best: np.ndarray,
     uniforms: np.ndarray,
     sampled: np.ndarray,
@@ -30,22 +66,20 @@ def verify_blocks(
 
     Args:
         p: [num_logits, vocab_size] float32, the target's distributions at each request's temperature.
-        q: [num_drawn, vocab_size] float32, what drafts were drawn from.
-        first_q: [num_reqs] int64, where a request's begin in q; -1: its drafts are certain, not drawn.
         input_token_ids: [num_logits] int64, of each row: the last token emitted, then drafts; -1 is a placeholder.
         cu_num_logits: [num_reqs + 1] int64, request r has rows cu_num_logits[r] up to cu_num_logits[r + 1].
-        greedy: [num_reqs] bool.
-        best: [num_logits] int64, the target's argmax; read for greedy requests.
+        best: [num_logits] int64, the target's argmax for a greedy request's rows, -1 for a sampled one's.
         uniforms: [num_logits, 2] float64 in [0, 1): for a draft's test, and for the token after a request's last one.
         sampled: [num_reqs, longest draft + 1] int32, written: -1 after a request's last token.
     Source: arXiv 2403.10444, algorithm 2; `kernels/cpu/rejection.py` says the same in array operations.
     """
     sampled[:] = -1
+    q, first_q = proposals
     for request in range(len(first_q)):
         first, end = cu_num_logits[request], cu_num_logits[request + 1]
         drafts = input_token_ids[first + 1 : end]
         accepted = 0
-        if greedy[request]:
+        if best[first] >= 0:
             while accepted < len(drafts) and drafts[accepted] == best[first + accepted]:
                 accepted += 1
             token = best[first + accepted]
@@ -157,6 +191,5 @@ def choose_each(weights: np.ndarray, uniforms: np.ndarray, tokens: np.ndarray, d
 def compile_now() -> None:
     """Call the compiled functions with next to nothing, so that no request waits for their compilation."""
     p, ids = np.ones((1, 1), dtype=np.float32), np.zeros(1, dtype=np.int64)
-    no, sampled = np.zeros(1, dtype=bool), np.zeros((1, 1), dtype=np.int32)
-    verify_blocks(p, p, ids - 1, ids, np.arange(2), no, ids, np.zeros((1, 2)), sampled)
-    choose_each(p, np.zeros(1), ids, no)
+    verify_blocks(p, Proposals(p, ids - 1), ids, np.arange(2), ids, np.zeros((1, 2)), np.zeros((1, 1), dtype=np.int32))
+    choose_each(p, np.zeros(1), ids, np.zeros(1, dtype=bool))

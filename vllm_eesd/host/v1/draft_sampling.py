@@ -3,44 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from vllm_eesd.host.v1.block_verification import choose_each
+from vllm_eesd.host.v1.block_verification import Proposals, choose_each
 
 if TYPE_CHECKING:
     from vllm_eesd.host.v1.batch import V1Step
-
-
-class Proposals(NamedTuple):
-    """What the drafts of a step were drawn from."""
-
-    q: np.ndarray  # [num_drawn, vocab_size] float32, at each request's temperature
-    first_q: np.ndarray  # [num_reqs] int64, where a request's begin in q; -1: its drafts are certain
-
-    @staticmethod
-    def none(num_reqs: int, vocab_size: int) -> Proposals:
-        """Return that nothing was drawn."""
-        return Proposals(np.zeros((0, vocab_size), dtype=np.float32), np.full(num_reqs, -1))
-
-    def dense(self, num_drafts: Sequence[int], token_ids: Iterable[int]) -> torch.Tensor:
-        """Return every distribution, certain ones too, [num_reqs, longest draft, vocab_size] float32.
-
-        Args:
-            num_drafts: of each request.
-            token_ids: the drafts of all, one request's after the other's; -1 is a placeholder.
-        """
-        gathered = np.zeros((len(num_drafts), max(num_drafts), self.q.shape[1]), dtype=np.float32)
-        tokens = iter(token_ids)
-        for request, (num, first) in enumerate(zip(num_drafts, self.first_q.tolist(), strict=True)):
-            drafts = [next(tokens) for _ in range(num)]
-            if first >= 0:
-                gathered[request, :num] = self.q[first : first + num]
-            else:
-                gathered[request, np.arange(num), np.array(drafts, dtype=np.int64).clip(0)] = 1.0
-        return torch.from_numpy(gathered)
 
 
 class DraftSampling:

@@ -16,8 +16,8 @@ from vllm_eesd.host.compat import (
     SpecDecodeMetadata,
 )
 from vllm_eesd.host.v1.batch import sampling_of
-from vllm_eesd.host.v1.block_verification import verify_blocks
-from vllm_eesd.host.v1.draft_sampling import DraftSampling, Proposals
+from vllm_eesd.host.v1.block_verification import Proposals, verify_blocks
+from vllm_eesd.host.v1.draft_sampling import DraftSampling
 from vllm_eesd.kernels.cpu.row_reductions import row_argmax
 
 if TYPE_CHECKING:
@@ -33,7 +33,6 @@ PROCESSOR_STATE = {
 }
 
 _NONE = torch.zeros(1, dtype=torch.int32)
-_NO_ROWS = np.zeros(0, dtype=np.int64)
 
 
 def sample(
@@ -168,11 +167,13 @@ def _verify(
         uniforms[cu_num_logits[request] : cu_num_logits[request + 1]].uniform_(generator=generator)
     if len(proposals.q):  # a target's vocabulary may be padded further than its draft's
         logits = logits[:, : proposals.q.shape[1]]
-    best = row_argmax(logits).numpy() if greedy.any() else _NO_ROWS
+    best = np.full(len(logits), -1)
+    if greedy.any():
+        best = np.where(greedy.repeat(np.diff(cu_num_logits)), row_argmax(logits).numpy(), -1)
     p = (logits.float() / scale[:, None]).softmax(dim=-1).numpy()
     sampled = np.empty((len(greedy), metadata.max_spec_len + 1), dtype=np.int32)
     ids = input_token_ids.numpy().astype(np.int64)
-    verify_blocks(p, *proposals, ids, cu_num_logits, greedy, best, uniforms.numpy(), sampled)
+    verify_blocks(p, proposals, ids, cu_num_logits, best, uniforms.numpy(), sampled)
     return sampled
 
 
