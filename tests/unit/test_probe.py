@@ -42,7 +42,7 @@ def make_args(model_dir, **changes) -> Namespace:
 
 
 def make_result(exit_layer, headless=1.0, distilled=1.0) -> LayerResult:
-    return LayerResult(exit_layer, 0.5, 0.5, [0.5], 1.0, headless, 4, distilled, 3)
+    return LayerResult(exit_layer, 0.5, 0.5, [0.5], 1.0, headless, 4, distilled, 3, 1.0, 0)
 
 
 @torch.no_grad()
@@ -130,7 +130,7 @@ def test_a_head_of_several_layers_is_charged_for_them(target, windows, monkeypat
         probing, "best_speedup", lambda leading, ms, verify: drafts.append(ms) or best(leading, ms, verify)
     )
     results, _ = probe(target, windows, head_layers=2)
-    assert drafts == [1, 3, 2, 4, 3, 5]  # headless and distilled, from each layer
+    assert drafts == [1, 3, 3, 2, 4, 4, 3, 5, 5]  # headless and distilled, greedy and drawn, from each layer
     results = [*results[:2], make_result(3, 1.0, 9.0)]
     assert "--exit-layer 3 --head-layers 2" in decide(results, "M", None, head_layers=2)["next"]
 

@@ -52,6 +52,7 @@ class LayerResult:
         draft_ms: one headless draft step; a distilled head adds its own layers.
         headless_speedup, headless_tokens: the best predicted speedup over plain decoding and the draft length it is at.
         distilled_speedup, distilled_tokens: the same for a distilled head that closes `probe.GAP_CLOSED` of the gap.
+        drawn_speedup, drawn_tokens: for such a head whose drafts are drawn, on text sampled at temperature 1.
     """
 
     exit_layer: int
@@ -63,6 +64,8 @@ class LayerResult:
     headless_tokens: int
     distilled_speedup: float
     distilled_tokens: int
+    drawn_speedup: float
+    drawn_tokens: int
 
 
 @torch.no_grad()

@@ -40,6 +40,7 @@ def plot_probe(path: str, results: list[LayerResult], costs: LayerCosts) -> None
     quality.set(xlabel="exit layer N", ylim=(0, 1), title="headless")
     gain.plot(layers, [r.headless_speedup for r in results], label="headless")
     gain.plot(layers, [r.distilled_speedup for r in results], label="distilled (expected)")
+    gain.plot(layers, [r.drawn_speedup for r in results], label="distilled, sampled at T = 1 (expected)")
     gain.axhline(1, color="grey", linewidth=0.8)
     gain.set(xlabel="exit layer N", title="predicted speedup, best fixed draft length")
     for axes in (quality, gain):

@@ -66,10 +66,12 @@ def probe(target: Target, windows: Tensor, head_layers: int = 1) -> tuple[list[L
     results = []
     for index, (agreement, overlap, leading) in enumerate(headless_agreement(target, windows)):
         draft_ms, head_ms = costs.draft_ms(index + 1), costs.layer_ms[index]
-        reached = agreement + GAP_CLOSED * (1 - agreement)
         headless = best_speedup(leading, draft_ms, costs.verify_ms)
-        powers = [reached ** (i + 1) for i in range(len(leading))]
-        distilled = best_speedup(powers, draft_ms + head_layers * head_ms, costs.verify_ms)
+        distilled = []
+        for accepted in (agreement, overlap):  # of greedy drafts, of drawn ones
+            reached = accepted + GAP_CLOSED * (1 - accepted)
+            powers = [reached ** (i + 1) for i in range(len(leading))]
+            distilled += best_speedup(powers, draft_ms + head_layers * head_ms, costs.verify_ms)
         results.append(LayerResult(index + 1, agreement, overlap, leading, draft_ms, *headless, *distilled))
     return results, costs
 
@@ -167,11 +169,11 @@ def decide(results: list[LayerResult], model: str, text: list[str] | None, head_
 
 
 def _table(results: list[LayerResult]) -> str:
-    lines = ["  N  agreement  overlap  of 8 match  draft ms  headless     distilled (expected)"]
+    lines = ["  N  agreement  overlap  of 8 match  draft ms  headless     distilled    sampled, T = 1 (both expected)"]
     for r in results:
         lines.append(
             f"{r.exit_layer:3d}  {r.agreement:9.3f}  {r.overlap:7.3f}  {sum(r.matches_per_position):10.2f}  "
             f"{r.draft_ms:8.3f}  {r.headless_speedup:.2f}x K={r.headless_tokens}    "
-            f"{r.distilled_speedup:.2f}x K={r.distilled_tokens}"
+            f"{r.distilled_speedup:.2f}x K={r.distilled_tokens}    {r.drawn_speedup:.2f}x K={r.drawn_tokens}"
         )
     return "\n".join(lines)
