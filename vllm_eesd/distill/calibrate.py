@@ -86,9 +86,7 @@ def run(args: argparse.Namespace) -> int:
     calibration, prior = count(rounds), fit_prior(rounds)
     sampled, prompt_len = own_held_out(target, text, args.windows, args.seq_len, DRAWN_TEMPERATURE)
     count_drawn(calibration, target, head, sampled, prompt_len - 1)
-    state = calibration.state()
-    tables = {name: table[:LONGEST_DRAFT] for name, table in state.items() if name != "edges"}
-    write_json(Path(args.head) / FILE_NAME, state | tables)
+    _write(calibration, Path(args.head) / FILE_NAME)
     config.model_copy(update={"prior": prior}).save(args.head)
     rates, drawn_rates = calibration.position_rates[:, :LONGEST_DRAFT].round(4).tolist()
     outcome = {
@@ -104,12 +102,21 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         write_json(args.json, outcome)
     print(f"calibration error on rounds not fitted to: {before:.4f} raw confidence, {after:.4f} calibrated")
-    print(f"acceptance per position, given the ones before: {' '.join(f'{rate:.2f}' for rate in rates)}")
-    drawn = " ".join(f"{rate:.2f}" for rate in drawn_rates)
-    print(f"of drafts drawn at temperature {DRAWN_TEMPERATURE}: {drawn}")
+    print(f"acceptance per position, given the ones before: {_shown(rates)}")
+    print(f"of drafts drawn at temperature {DRAWN_TEMPERATURE}: {_shown(drawn_rates)}")
     print(f"wrote {Path(args.head) / FILE_NAME}; prior alpha {prior.alpha}, beta {prior.beta}")
     print(f"next: {outcome['next']}")
     return 0
+
+
+def _write(calibration: Calibration, path: Path) -> None:
+    """Write the positions that a draft of training has."""
+    state = calibration.state()
+    write_json(path, {name: table if name == "edges" else table[:LONGEST_DRAFT] for name, table in state.items()})
+
+
+def _shown(rates: list[float]) -> str:
+    return " ".join(f"{rate:.2f}" for rate in rates)
 
 
 @torch.no_grad()

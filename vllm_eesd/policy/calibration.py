@@ -109,7 +109,7 @@ class Calibration:
             num_verified: [num_rows] draft tokens the target judged.
             num_accepted: [num_rows] of those, the leading ones accepted.
             updates_shared_prior: [num_rows] bool, which rows count; None: all.
-            drawn: [num_rows] bool, whose drafts were drawn; None: nobody's.
+            drawn: [num_rows] bool, whose drafts were drawn; None: all are greedy.
         """
         num_judged = np.minimum(num_verified, num_accepted + 1)
         if updates_shared_prior is not None:

@@ -94,7 +94,7 @@ class DraftLengthPolicy:
         Args:
             slots: [num_rows] int64, distinct.
             keys: the name of each request's LoRA adapter, "" for none; used with `prior_key` "lora".
-            drawn: [num_rows] bool, whose drafts will be drawn; None: nobody's. They have a prior of their own.
+            drawn: [num_rows] bool, whose drafts will be drawn, which have a prior of their own; None: all are greedy.
         """
         self.drawn[slots] = False if drawn is None else drawn
         names = keys if keys is not None and self.settings.prior_key == "lora" else [""] * len(slots)
