@@ -12,6 +12,7 @@ written after every batch size.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import csv
 import json
 import os
@@ -77,12 +78,16 @@ def config_directory(shape: str, root: Path, name: str = "", **others: int) -> s
 
 
 def speculative_config(method: str, shape: str, root: Path) -> dict | None:
-    """Return vLLM's `speculative_config`; EESD drafts headless, with one layer more in place of an exit layer."""
+    """Return vLLM's `speculative_config`; EESD drafts headless, with one layer more in place of an exit layer.
+
+    Without n-gram drafts: text of random weights repeats itself, and the rates below are those of a head.
+    """
     if method == "plain":
         return None
     if method == "eesd":
         exit_layer = EXIT_LAYER[shape] + 1
-        return {"method": "eesd", "exit_layer": exit_layer, "num_speculative_tokens": len(RATES)}
+        config = {"method": "eesd", "exit_layer": exit_layer, "num_speculative_tokens": len(RATES)}
+        return config | {"policy": "goodput", "policy_args": {"ngram": False}}
     imposed = {"rejection_sample_method": "synthetic"}
     if method == "ngram":
         ngram = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 2, "prompt_lookup_max": 4}
@@ -196,38 +201,55 @@ def _output(*command: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, timeout=60).stdout.strip() if found else ""
 
 
-def measure(shape: str, options: argparse.Namespace, root: Path) -> Iterator[list[dict]]:
-    """Yield, per batch size, one row per method: tokens per second, and the speedup paired by round."""
-    engines = {}
+@contextlib.contextmanager
+def started_engines(shape: str, options: argparse.Namespace, root: Path) -> Iterator[dict[str, subprocess.Popen]]:
+    """Give the process of each method's engine; all are ended at the end.
+
+    They start at the same time where `kv_cache_memory_bytes` is among the engines' arguments, else one after the
+    other, because each then measures what memory the GPU has left.
+    """
+    engines: dict[str, subprocess.Popen] = {}
+    together = "kv_cache_memory_bytes" in json.loads(options.engine)
     try:
         for method in options.methods:
             command = [sys.executable, __file__, shape, "--serve", method, "--root", str(root)]
             command += ["--engine", options.engine]
             engines[method] = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-            ask(engines[method], None)  # one after the other: they share the GPU's memory
-        for batch in options.batch:
-            question = {"batch": batch, "max_tokens": options.max_tokens}
-            speeds: dict[str, list[float]] = {method: [] for method in engines}
-            for turn in range(options.rounds + 1):
-                for method, engine in engines.items():
-                    answer = ask(engine, question)
-                    if turn:  # the first turn warms up
-                        speeds[method].append(answer["tokens"] / answer["seconds"])
-            rows = []
-            for method, figures in speeds.items():
-                ratios = [own / plain for own, plain in zip(figures, speeds["plain"], strict=True)]
-                row = {"shape": shape, "batch": batch, "method": method}
-                row |= {"tokens_per_s": round(statistics.median(figures), 1)}
-                row |= {"speedup": round(statistics.median(ratios), 3)}
-                row |= {"speedup_min": round(min(ratios), 3), "speedup_max": round(max(ratios), 3)}
-                rows.append(row | {"acceptance": "imposed", "rounds": options.rounds})
-                print(rows[-1], flush=True)
-            yield rows
+            if not together:
+                ask(engines[method], None)
+        if together:
+            for engine in engines.values():
+                ask(engine, None)
+        yield engines
     finally:
         for engine in engines.values():
             engine.stdin.close()
         for engine in engines.values():
             engine.wait()
+
+
+def measure(
+    shape: str, engines: dict[str, subprocess.Popen], options: argparse.Namespace
+) -> Iterator[list[dict[str, Any]]]:
+    """Yield, per batch size, one row per method: tokens per second, and the speedup paired by round."""
+    for batch in options.batch:
+        question = {"batch": batch, "max_tokens": options.max_tokens}
+        speeds: dict[str, list[float]] = {method: [] for method in engines}
+        for turn in range(options.rounds + 1):
+            for method, engine in engines.items():
+                answer = ask(engine, question)
+                if turn:  # the first turn warms up
+                    speeds[method].append(answer["tokens"] / answer["seconds"])
+        rows = []
+        for method, figures in speeds.items():
+            ratios = [own / plain for own, plain in zip(figures, speeds["plain"], strict=True)]
+            row = {"shape": shape, "batch": batch, "method": method}
+            row |= {"tokens_per_s": round(statistics.median(figures), 1)}
+            row |= {"speedup": round(statistics.median(ratios), 3)}
+            row |= {"speedup_min": round(min(ratios), 3), "speedup_max": round(max(ratios), 3)}
+            rows.append(row | {"acceptance": "imposed", "rounds": options.rounds})
+            print(rows[-1], flush=True)
+        yield rows
 
 
 def plot(path: Path) -> Path | None:
@@ -282,8 +304,8 @@ def main() -> None:
         from harness import append
 
         check_memory(options.shape, options)
-        with tempfile.TemporaryDirectory() as root:
-            for rows in measure(options.shape, options, Path(root)):
+        with tempfile.TemporaryDirectory() as root, started_engines(options.shape, options, Path(root)) as engines:
+            for rows in measure(options.shape, engines, options):
                 append(options.csv, rows)
     path = options.plot or options.csv
     print(plot(path) or f"{path}; no plot: matplotlib is not installed")

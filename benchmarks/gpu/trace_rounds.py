@@ -126,7 +126,7 @@ def start(policy: str, options: argparse.Namespace, root: Path) -> Any:
     """Return an engine in this process that drafts by this policy."""
     config = speculative_config("eesd", options.shape, root) | {"policy": policy}
     if policy == "fixed":
-        config["num_speculative_tokens"] = FIXED_LENGTH
+        config |= {"num_speculative_tokens": FIXED_LENGTH, "policy_args": {}}
     return start_engine(options.shape, root, config, options.engine)
 
 

@@ -41,14 +41,14 @@ def _scan_kernel(
     last = length - first - 1
     text_ptr = texts_ptr + slot * text_stride + first
     ends = block * BLOCK + tl.arange(0, BLOCK)
-    alive = ends < last
+    # Triton 3.6 keeps a mask that lives from one comparison to the next on the stack: a match is alive if its length is
+    # the number of comparisons so far.
     matched = tl.zeros([BLOCK], tl.int32)
     for j in tl.static_range(MAX_MATCH):
-        alive = alive & (ends >= j)
+        alive = (matched == j) & (ends < last) & (ends >= j)
         token = tl.load(text_ptr + ends - j, mask=alive, other=-1)
         wanted = tl.load(text_ptr + last - j, mask=j < last, other=-2)
-        alive = alive & (token == wanted)
-        matched += alive.to(tl.int32)
+        matched += (alive & (token == wanted)).to(tl.int32)
     best = tl.max(tl.where(matched > 0, matched * (MAX_SEARCHED + 1) + ends + 1, 0), axis=0)
     tl.store(best_ptr + row * num_blocks + block, best)
 

@@ -1,6 +1,8 @@
 """The device's side without an engine: buffers, limits, graphs; and that nothing in it waits for the device."""
 
 import contextlib
+import importlib.util
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -208,6 +210,39 @@ def test_as_many_values_as_the_runner_unpacks(modules):
     with pytest.raises(RuntimeError, match="reallocate_drafts returns 'AdmittedDrafts'"):
         modules.ragged.RaggedVerification(states, torch.zeros(5), np.zeros(4), reallocate_of_tomorrow)
     modules.ragged.RaggedVerification(states, torch.zeros(5), np.zeros(4))  # the installed one's
+
+
+def test_attention_planned_ahead_is_planned_for_the_captured_query_length(modules):
+    """As a graph with drafts was captured, also for a step without any; a prompt's own length stays."""
+    from vllm.v1.attention.backend import CommonAttentionMetadata
+
+    tensors = dict.fromkeys(
+        ("query_start_loc", "query_start_loc_cpu", "seq_lens", "block_table_tensor", "slot_mapping")
+    )
+    seen = []
+
+    def build(common_prefix_len, common_attn_metadata, fast_build=False):
+        seen.append((common_attn_metadata.max_query_len, common_attn_metadata.num_reqs, fast_build))
+
+    for ahead in (True, False):
+        builder = SimpleNamespace(aot_schedule=ahead, build=build)
+        modules.ragged.plan_for_captured_queries(builder, K + 1)
+        for length in (1, K, K + 1, 40):
+            given = CommonAttentionMetadata(
+                **tensors, num_reqs=3, num_actual_tokens=3, max_query_len=length, max_seq_len=9
+            )
+            builder.build(common_prefix_len=0, common_attn_metadata=given, fast_build=ahead)
+            assert given.max_query_len == length  # it is shared with other groups
+    longest = [K + 1, K + 1, K + 1, 40]
+    assert seen == [(length, 3, True) for length in longest] + [(n, 3, False) for n in (1, K, K + 1, 40)]
+
+
+def test_the_installed_vllm_plans_flash_attention_3_ahead():
+    """What `plan_for_captured_queries` asks a builder for is still called so."""
+    source = Path(importlib.util.find_spec("vllm").origin).with_name("v1") / "attention" / "backends" / "flash_attn.py"
+    text = source.read_text(encoding="utf-8")
+    assert "self.aot_schedule = get_flash_attn_version() == 3" in text
+    assert "max_query_len = common_attn_metadata.max_query_len" in text
 
 
 @pytest.mark.parametrize(

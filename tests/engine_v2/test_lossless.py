@@ -6,6 +6,7 @@ chunks, with too few KV blocks for everybody, and up to the model's longest sequ
 
 import numpy as np
 import pytest
+import torch
 
 K = 4
 #: Chunked prompts, prefix caching, blocks that run out.
@@ -96,8 +97,9 @@ def test_greedy_identity(
     for positions, expected in zip(logprobs, plain[1], strict=True):
         for position, other in zip(positions or [], expected or [], strict=True):
             for token_id, entry in other.items():
-                # Batches of different shapes: the last bits of float32 differ.
-                assert position[token_id].logprob == pytest.approx(entry.logprob, abs=1e-4)
+                # Batches of different shapes: the last bits of float32 differ, on a GPU those of TF32 (attention).
+                within = 5e-3 if torch.cuda.is_available() else 1e-4
+                assert position[token_id].logprob == pytest.approx(entry.logprob, abs=within)
     assert 0.4 < stats["accepted"] / stats["drafted"] < 0.95  # both outcomes were exercised,
     assert np.count_nonzero(stats["draft_length_histogram"]) >= 3  # at ragged lengths,
     assert stats["draft_length_histogram"][0] > 0  # none at all among them

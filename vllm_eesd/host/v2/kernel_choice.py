@@ -100,4 +100,10 @@ def timer_for(device: torch.device, in_graphs: bool) -> Timer | None:
         time = functools.partial(testing.do_bench_cudagraph, rep=MEASURED_MS / 10)  # which replays its graph ten times
     else:
         time = functools.partial(testing.do_bench, warmup=MEASURED_MS / 4, rep=MEASURED_MS)
-    return lambda kernel, fallback: (time(kernel, return_mode="min"), time(fallback, return_mode="min"))
+
+    def times(kernel: Call, fallback: Call) -> tuple[float, float]:
+        # Graphs are timed on a stream of their own, which would not wait for what is still filling the arguments.
+        torch.cuda.synchronize(device)
+        return time(kernel, return_mode="min"), time(fallback, return_mode="min")
+
+    return times

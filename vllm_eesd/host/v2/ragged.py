@@ -7,6 +7,8 @@ draft's length on the host, so nothing about the batch is an estimate.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import inspect
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, get_args
@@ -26,6 +28,7 @@ from vllm_eesd.host.v2.compat import (
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.v1.attention.backend import AttentionMetadataBuilder, CommonAttentionMetadata
     from vllm.v1.worker.utils import AttentionGroup
 
 logger = init_logger("vllm.eesd")
@@ -132,7 +135,7 @@ def _num_values(reallocate: Callable[..., tuple]) -> int:
 def use_graphs_for_ragged_batches(
     vllm_config: VllmConfig, attn_groups: list[list[AttentionGroup]], target_layer_names: set[str] | None
 ) -> None:
-    """Give up full CUDA graphs of verification where the attention backend cannot replay ragged batches.
+    """Have full CUDA graphs of verification replay ragged batches, or give them up where attention cannot.
 
     A full graph then holds one query length only, and EESD's batches have several.
     """
@@ -150,3 +153,35 @@ def use_graphs_for_ragged_batches(
             "EESD: %s cannot replay batches of ragged drafts from full CUDA graphs; verification uses piecewise ones",
             unsupported[0],
         )
+        return
+    for group in (group for groups in attn_groups for group in groups):
+        if target_layer_names is None or not target_layer_names.isdisjoint(group.layer_names):
+            for builder in group.metadata_builders:
+                plan_for_captured_queries(builder, longest)
+
+
+def plan_for_captured_queries(builder: AttentionMetadataBuilder, longest: int) -> None:
+    """Have attention that is planned ahead of a replay planned for the query length that its graph was captured with.
+
+    FlashAttention 3 lays its plan out by `max_query_len`: for one token, and heads of up to 64 or more than 128, as
+    attention without a mask, which a graph captured with drafts reads as something else. Its output is garbage then.
+
+    Args:
+        builder: of a group of the target's attention layers.
+        longest: tokens of the longest query of a decoding request, with which full graphs are captured.
+    Source: vllm/v1/attention/backends/flash_attn.py; flash-attention, hopper/flash_api.cpp,
+        mha_fwd_get_scheduler_metadata.
+    """
+    if not getattr(builder, "aot_schedule", False):
+        return
+    build = builder.build
+
+    @functools.wraps(build)
+    def build_as_captured(
+        common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, *args: object, **kwargs: object
+    ) -> object:
+        if common_attn_metadata.max_query_len < longest:
+            common_attn_metadata = dataclasses.replace(common_attn_metadata, max_query_len=longest)
+        return build(common_prefix_len, common_attn_metadata, *args, **kwargs)
+
+    builder.build = build_as_captured
