@@ -1,4 +1,4 @@
-"""The plots of docs/results.md."""
+"""The plots of docs/results.md and docs/gpu.md."""
 
 from __future__ import annotations
 
@@ -92,6 +92,27 @@ def plot_waterfall(path: Path, rows: list[dict[str, Any]]) -> None:
         axes.set_xlim(0, 1.12 * round_ms)
         axes.set_xlabel("ms; dotted: the ideal round")
         axes.set_title(f"batch {row['batch']}: {row['efficiency']:.0%} of the ideal speedup", fontsize="medium")
+    save(figure, path)
+
+
+def plot_end_to_end(path: Path, rows: list[dict[str, str]]) -> None:
+    """Draw a panel per shape: speedup by batch size and method, with ranges, from the rows of gpu_end_to_end.csv."""
+    shapes = list(dict.fromkeys(row["shape"] for row in rows))
+    figure = Figure(figsize=(4.6 * len(shapes), 3.6), layout="constrained")
+    for axes, shape in zip(figure.subplots(1, len(shapes), squeeze=False)[0], shapes, strict=True):
+        for method in dict.fromkeys(row["method"] for row in rows if row["shape"] == shape):
+            own = [row for row in rows if row["shape"] == shape and row["method"] == method]
+            batches, speedups = ([float(row[name]) for row in own] for name in ("batch", "speedup"))
+            least, most = ([float(row[f"speedup_{end}"]) for row in own] for end in ("min", "max"))
+            ranges = [[s - low for s, low in zip(speedups, least, strict=True)]]
+            ranges.append([high - s for s, high in zip(speedups, most, strict=True)])
+            axes.errorbar(batches, speedups, ranges, marker="o", markersize=4, capsize=2, label=method)
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(batches, [f"{batch:.0f}" for batch in batches])
+        axes.set(
+            title=f"{shape} shape, {rows[0]['hardware']}", xlabel="requests at a time", ylabel="speedup over plain"
+        )
+        axes.legend(fontsize=8)
     save(figure, path)
 
 

@@ -120,9 +120,9 @@ def probe_environment():
     except Exception as error:
         advice = "repair the installation first: the other lines say what does not fit"
         return None, Check("import vllm", FAILED, one_line(error), advice)
-    if environment.platform == "cpu":
-        return environment, Check("platform", OK, "cpu")
-    advice = "drafting has been checked on the cpu platform only"
+    if environment.platform in ("cpu", "cuda"):
+        return environment, Check("platform", OK, environment.platform)
+    advice = "drafting has been checked on the platforms cpu and cuda only"
     return environment, Check("platform", WARNING, environment.platform or "none", advice)
 
 

@@ -1,19 +1,18 @@
 """End-to-end cost of plain decoding, EESD, n-gram lookup, a draft model and EAGLE on a big target without its weights.
 
     python benchmarks/gpu/end_to_end.py 8b --csv benchmarks/results/gpu_end_to_end.csv
-    python benchmarks/gpu/end_to_end.py --plot benchmarks/results/gpu_end_to_end.csv
 
 The target has an 8B (or 1B) model's shape and random weights, so its drafts are worth nothing: acceptance is imposed on
 every method by vLLM's `rejection_sample_method="synthetic"`, from the rates below. What is measured is what drafting
 and verification cost on this GPU. Engines are alive at once, each in a process of its own, and take turns. Rows are
-written after every batch size.
+written after every batch size; at the end gpu_costs_SHAPE.json beside them says what steps cost EESD. docs/gpu.md shows
+both (`benchmarks/pages.py gpu`).
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import csv
 import json
 import os
 import random
@@ -24,9 +23,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+from vllm_eesd.bench.engines import WORKER_EXTENSION
+from vllm_eesd.bench.hardware import provenance
 
 #: Share of rounds in which draft token i was accepted: the embedded model and its head at batch 1, README.md's table.
 RATES = [0.83, 0.68, 0.53, 0.42, 0.34, 0.27, 0.25, 0.19]
@@ -133,19 +134,26 @@ def start_engine(shape: str, root: Path, speculative: dict | None, engine: dict)
 
 
 def serve(method: str, shape: str, root: Path, options: argparse.Namespace) -> None:
-    """Answer {"batch": B, "max_tokens": T} on stdin with {"seconds": S, "tokens": N} on stdout, until it closes."""
+    """Answer {"batch": B, "max_tokens": T} on stdin with {"seconds": S, "tokens": N} on stdout, until it closes.
+
+    And {"costs": true} with EESD's `CostModel.state`.
+    """
     answers, sys.stdout = sys.stdout, sys.stderr
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from vllm import SamplingParams
 
     if method == "eesd":
         impose_acceptance_on_eesd()
-    llm = start_engine(shape, root, speculative_config(method, shape, root), json.loads(options.engine))
+    engine = json.loads(options.engine) | ({"worker_extension_cls": WORKER_EXTENSION} if method == "eesd" else {})
+    llm = start_engine(shape, root, speculative_config(method, shape, root), engine)
     print(json.dumps({"ready": True}), file=answers, flush=True)
     vocab_size = llm.llm_engine.model_config.get_vocab_size()
     generator = random.Random(0)
     for line in sys.stdin:
         asked = json.loads(line)
+        if "costs" in asked:
+            print(json.dumps(llm.collective_rpc("eesd_costs")[0]), file=answers, flush=True)
+            continue
         prompts = [
             {"prompt_token_ids": [generator.randrange(3, vocab_size) for _ in range(PROMPT_TOKENS)]}
             for _ in range(asked["batch"])
@@ -252,35 +260,6 @@ def measure(
         yield rows
 
 
-def plot(path: Path) -> Path | None:
-    """Draw speedup against batch size, a panel per shape; return the picture's path, None without matplotlib."""
-    if find_spec("matplotlib") is None:
-        return None
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    with path.open(newline="", encoding="utf-8") as file:
-        rows = list(csv.DictReader(file))
-    shapes = sorted({row["shape"] for row in rows})
-    figure, axes = pyplot.subplots(1, len(shapes), figsize=(5 * len(shapes), 4), squeeze=False)
-    for axis, shape in zip(axes[0], shapes, strict=True):
-        lines: dict[str, dict[int, float]] = {}
-        for row in rows:  # of several runs the last one counts
-            if row["shape"] == shape:
-                lines.setdefault(row["method"], {})[int(row["batch"])] = float(row["speedup"])
-        for method, points in lines.items():
-            axis.plot(sorted(points), [points[batch] for batch in sorted(points)], marker="o", label=method)
-        axis.set(title=f"{shape}, acceptance imposed", xscale="log", xlabel="requests", ylabel="speedup over plain")
-        axis.legend()
-    figure.suptitle(rows[-1]["hardware"])
-    figure.tight_layout()
-    picture = path.with_suffix(".png")
-    figure.savefig(picture, dpi=120)
-    return picture
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("shape", nargs="?", choices=sorted(DRAFT_MODEL), default="8b")
@@ -290,25 +269,26 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--engine", default='{"gpu_memory_utilization": 0.18}', help="further arguments of vllm.LLM")
     parser.add_argument("--csv", type=Path, default=Path("benchmarks/results/gpu_end_to_end.csv"))
-    parser.add_argument("--plot", type=Path, metavar="CSV", help="measure nothing")
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     parser.add_argument("--root", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.serve:
         serve(options.serve, options.shape, options.root, options)
         return
-    if not options.plot:
-        if options.methods[0] != "plain":
-            parser.error("--methods must begin with plain, of which the speedups are")
-        sys.path.append(str(Path(__file__).resolve().parents[1]))
-        from harness import append
+    if options.methods[0] != "plain":
+        parser.error("--methods must begin with plain, of which the speedups are")
+    sys.path.append(str(Path(__file__).resolve().parents[1]))
+    from harness import append
 
-        check_memory(options.shape, options)
-        with tempfile.TemporaryDirectory() as root, started_engines(options.shape, options, Path(root)) as engines:
-            for rows in measure(options.shape, engines, options):
-                append(options.csv, rows)
-    path = options.plot or options.csv
-    print(plot(path) or f"{path}; no plot: matplotlib is not installed")
+    check_memory(options.shape, options)
+    with tempfile.TemporaryDirectory() as root, started_engines(options.shape, options, Path(root)) as engines:
+        for rows in measure(options.shape, engines, options):
+            append(options.csv, rows)
+        if "eesd" in engines:
+            costs = {"shape": options.shape, **provenance(), "costs": ask(engines["eesd"], {"costs": True})}
+            path = options.csv.with_name(f"gpu_costs_{options.shape}.json")
+            path.write_text(json.dumps(costs) + "\n", encoding="utf-8")
+    print(options.csv)
 
 
 if __name__ == "__main__":

@@ -7,8 +7,9 @@
 #
 # PYTHON names the interpreter (default .venv/bin/python, else python3). Each stage has a limit of its own; its log is
 # build/gpu/STAGE.log, and build/gpu/STAGE.done says it passed: remove that to run it again (WORK names another folder
-# than build/gpu). Figures go to benchmarks/results/gpu_*.{csv,json,png} and benchmarks/results/kernels_cuda.csv. A stage
-# that fails does not stop the others; the exit status is the number of failed stages.
+# than build/gpu). Figures go to benchmarks/results/gpu_*.{csv,json} and benchmarks/results/kernels_cuda.csv, of which
+# `benchmarks/pages.py gpu` makes docs/gpu.md. A stage that fails does not stop the others; the exit status is the number
+# of failed stages.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 
@@ -18,10 +19,13 @@ export PYTHONSAFEPATH=1 HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 VLLM_USE_FLASHINF
 python=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}
 work=${WORK:-build/gpu} results=benchmarks/results model=models/eesd-code-10m
 prompts=models/prompts/held_out_code.jsonl
-# Where compiling fails, one of these two ways round it may be what runs: nothing compiled and no CUDA graph, or full
-# graphs of decode batches over uncompiled code.
+# Besides what vLLM does by itself: nothing compiled and no CUDA graph, full graphs of decode batches over uncompiled
+# code, and graphs of what lies between attention layers.
 eager='{"gpu_memory_utilization": 0.3, "enforce_eager": true}'
 graphs_alone='{"gpu_memory_utilization": 0.3, "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}}'
+piecewise='{"gpu_memory_utilization": 0.3, "compilation_config": {"cudagraph_mode": "PIECEWISE"}}'
+lossless="$python benchmarks/gpu/lossless.py --max-tokens 96"
+lossless_few="$lossless --dtype float32 --num-prompts 8"
 
 # name|minutes|command; correctness before speed.
 stages=(
@@ -30,9 +34,12 @@ stages=(
     "tests|15|$python -m pytest -q -m gpu || [ \$? = 5 ]" # 5: no test is marked
     "kernels|10|$python -m pytest -q tests/kernels"
     "v2|15|$python -m pytest -q tests/engine_v2"
-    "eager|10|$python benchmarks/gpu/lossless.py --dtype float32 --num-prompts 8 --max-tokens 64 --engine '$eager' --json $results/gpu_lossless_eager.json"
-    "graphs_alone|10|$python benchmarks/gpu/lossless.py --dtype float32 --num-prompts 8 --max-tokens 64 --engine '$graphs_alone' --json $results/gpu_lossless_graphs_alone.json"
-    "lossless|10|$python benchmarks/gpu/lossless.py --json $results/gpu_lossless.json"
+    "graphs_alone|10|$lossless_few --engine '$graphs_alone' --json $results/gpu_lossless_graphs_alone.json"
+    "float32|10|$lossless_few --json $results/gpu_lossless_float32.json"
+    "lossless|10|$lossless --json $results/gpu_lossless.json"
+    "piecewise|10|$lossless --engine '$piecewise' --json $results/gpu_lossless_piecewise.json"
+    "eager|10|$lossless --engine '$eager' --json $results/gpu_lossless_eager.json"
+    "control|10|$lossless --control --json $results/gpu_lossless_control.json"
     "rounds|10|$python benchmarks/gpu/trace_rounds.py 8b --json $results/gpu_rounds.json"
     "bench_kernels|20|$python benchmarks/bench_kernels.py"
     "embedded|15|$python -m vllm_eesd.cli bench latency --model $model --prompts $prompts --methods plain,eesd,ngram --batch 1,8,32 --dtype bfloat16 --json $results/gpu_embedded.json"

@@ -12,8 +12,8 @@ import torch
 
 from vllm_eesd.policy.goodput import Goodput
 
-#: Verification's launches where drafts are greedy.
-KERNELS = ("statistics_kernel", "_accept_kernel", "_resample_kernel")
+#: Verification's launches where drafts are greedy, and the one of vLLM's that comes before.
+KERNELS, GATHER = ("statistics_kernel", "_accept_kernel", "_resample_kernel"), "_gather_draft_sampled_kernel"
 #: A round's, by module, and what their `do_not_specialize` names.
 OF_A_ROUND = {
     "ngram": ("_scan_kernel", "_finish_kernel", "_put_kernel"),
@@ -39,6 +39,7 @@ def launches(monkeypatch):
     """{"served" or "warm-up": {(kernel, kinds of its arguments, its constants)}}."""
     if not torch.cuda.is_available():
         import vllm.v1.worker.cpu.shm  # noqa: F401  # as the worker: before anything of V2
+    from vllm.v1.worker.gpu.spec_decode import rejection_sampler
     from vllm_eesd.kernels.gpu import draft_inputs, ngram, rejection
 
     from vllm_eesd.host.v2.speculator import EarlyExitSpeculator
@@ -60,7 +61,7 @@ def launches(monkeypatch):
             return launch
 
     of_a_round = {ngram: OF_A_ROUND["ngram"], draft_inputs: OF_A_ROUND["draft_inputs"]}
-    for module, names in ({rejection: KERNELS} | of_a_round).items():
+    for module, names in ({rejection: KERNELS, rejection_sampler: (GATHER,)} | of_a_round).items():
         for name in names:
             monkeypatch.setattr(module, name, Recorded(module, name))
     warm_up, propose = EarlyExitSpeculator.warm_up, EarlyExitSpeculator.propose
@@ -96,7 +97,7 @@ def test_serving_passes_nothing_that_was_not_warmed_up(
         for num_reqs in (1, 3, 16):
             greedy(llm, prompts[:num_reqs], max_tokens=6)
     served, warmed = launches["served"], launches["warm-up"]
-    assert {name for name, *_ in served} == {*KERNELS, *OF_A_ROUND["draft_inputs"]}
+    assert {name for name, *_ in served} == {*KERNELS, GATHER, *OF_A_ROUND["draft_inputs"]}
     assert len({kinds for name, kinds, _ in served if name == "_resample_kernel"}) == 3  # 1, 3 and 16 requests
     unknown = served - warmed
     assert not unknown, sorted(map(str, unknown))

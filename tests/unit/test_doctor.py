@@ -206,8 +206,10 @@ def test_the_runner_and_its_graphs_are_named(machine, examine):
     assert checks["seams"]["found"] == "all 1 fit; 1 are not needed here"
     machine.environment = Environment("0.32.0", "cuda", "V2", "Triton works here", None)
     code, checks, _ = examine()
-    assert (code, checks["platform"]["status"]) == (0, "warning")
+    assert (code, checks["platform"]["status"]) == (0, "ok")
     assert checks["model runner"]["found"].startswith("V2 (Triton works here); CUDA graphs: the engine's log")
+    machine.environment = Environment("0.32.0", "xpu", "V2", "Triton works here", None)
+    assert examine()[1]["platform"]["status"] == "warning"
     machine.environment = Environment("0.32.0", "cuda", "V2", "Triton works here", None, "FULL_AND_PIECEWISE")
     _, checks, _ = examine()
     assert "CUDA graphs: FULL_AND_PIECEWISE by default; the engine's log" in checks["model runner"]["found"]

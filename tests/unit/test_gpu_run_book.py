@@ -82,7 +82,7 @@ def test_without_a_compiler_or_without_graphs_output_is_the_same_too(run_all, tm
     status, commands, printed = run_all("eager", "graphs_alone")
     assert status == 0, printed
     assert all("lossless.py --dtype float32" in command for command in commands) and len(commands) == 2
-    eager, graphs_alone = map(json.loads, (tmp_path / "log.engines").read_text().splitlines())
+    graphs_alone, eager = map(json.loads, (tmp_path / "log.engines").read_text().splitlines())
     assert eager.pop("enforce_eager") is True
     assert graphs_alone.pop("compilation_config") == {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
     assert set(eager) == set(graphs_alone) == {"gpu_memory_utilization"}

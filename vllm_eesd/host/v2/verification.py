@@ -18,6 +18,7 @@ from vllm_eesd.host.v2.compat import (
     LogitBiasState,
     PenaltiesState,
     SamplingParams,
+    gather_draft_sampled,
 )
 from vllm_eesd.kernels.gpu.rejection import rejection
 
@@ -125,17 +126,21 @@ class Verification:
 
         Triton compiles a kernel anew for another dtype, and for a number or an address that is or is not divisible by
         16, or equal to 1: of these, batch sizes differ. Logits come from the model itself, which may pad their rows.
-        vLLM warms up with requests that want more than a temperature, which its own sampler verifies.
+        vLLM warms up with requests that want more than a temperature, which its own sampler verifies, and with one
+        number of drafts; what gathers them for any sampler is vLLM's.
 
         Args:
             runner: its model is loaded.
             draft_logits: the speculator's, if it keeps any.
         """
-        if not can_verify(runner.rejection_sampler):
-            return
-        config, device = runner.model_config, runner.device
+        config, device, buffers = runner.model_config, runner.device, runner.input_buffers
+        kernel_verifies = can_verify(runner.rejection_sampler)
         for num_reqs in (size for size in (1, 2, 16) if size <= runner.max_num_reqs):
             rows = torch.arange(2 * num_reqs, device=device)  # a draft each
+            of_rows = rows, torch.zeros_like(rows), torch.zeros_like(rows, dtype=torch.int32)
+            gather_draft_sampled(buffers.input_ids, buffers.positions, *of_rows, runner.req_states.prefill_len.gpu)
+            if not kernel_verifies:
+                continue
             hidden_states = torch.zeros(len(rows), config.get_hidden_size(), dtype=config.dtype, device=device)
             without_adapters(runner, len(rows))
             logits = runner.model.compute_logits(hidden_states)
