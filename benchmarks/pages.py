@@ -119,7 +119,7 @@ def results(folder: Path = RESULTS, page: Path = DOCS / "results.md") -> None:
         methods=load(folder / "methods.json", {}),
         throughput=load_all(folder, "throughput"),
         waterfall=waterfall,
-        kernels={path.stem: load_csv(path) for path in sorted(folder.glob("*.csv"))},
+        kernels={path.stem: load_csv(path) for path in sorted(folder.glob("kernels_*.csv"))},
         hidden_columns=HIDDEN_COLUMNS,
         published=load(folder / "published.json"),
     )

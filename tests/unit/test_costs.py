@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from vllm_eesd.policy.costs import WINDOW, CostModel
+from vllm_eesd.policy.costs import MIN_SAMPLES, WINDOW, CostModel
 from vllm_eesd.round.counters import DraftStats
 from vllm_eesd.round.outcome import Learner, StepTimes
 
@@ -28,7 +28,8 @@ def test_the_draft_ratio_bridges_what_was_not_measured():
     costs = fed(CostModel(draft_ratio=0.25))
     assert costs.draft_curve(1)[1] == pytest.approx(1.0)
     costs = CostModel(draft_ratio=0.25)
-    costs.observe_draft_step(1, 1.0)
+    for _ in range(MIN_SAMPLES):
+        costs.observe_draft_step(1, 1.0)
     assert costs.verify_curve(1, 0)[0] == pytest.approx(4.0)
 
 
@@ -40,8 +41,25 @@ def test_measured_points_are_met_and_those_between_interpolated():
 
 def test_a_drafted_round_costs_its_fixed_part_and_a_plain_one_does_not():
     costs = fed(CostModel())
-    costs.observe_draft_round(1, 0.75)
+    for _ in range(MIN_SAMPLES):
+        costs.observe_draft_round(1, 0.75)
     np.testing.assert_allclose(costs.verify_curve(1, 2), [4.0, 5.25, 5.75])
+
+
+def test_a_first_round_that_waits_for_a_compiler_does_not_end_drafting():
+    """It would cost more than any draft is worth, and without a draft there is no other time."""
+    costs = fed(CostModel(draft_ratio=0.25))
+    costs.observe_draft_step(1, 900.0)
+    costs.observe_draft_round(1, 100.0)
+    costs.observe_decision(1, 5000.0)
+    assert costs.draft_curve(1)[1] == pytest.approx(1.0)
+    assert (costs.round_ms(1), costs.decision_ms(1)) == (0.0, 0.0)
+    for _ in range(MIN_SAMPLES - 1):
+        costs.observe_draft_step(1, 0.5)
+        costs.observe_draft_round(1, 0.1)
+        costs.observe_decision(1, 0.2)
+    assert costs.draft_curve(1)[1] == 0.5
+    assert (costs.round_ms(1), costs.decision_ms(1)) == (0.1, 0.2)
 
 
 def test_outliers_do_not_move_a_median():

@@ -94,7 +94,7 @@ def results(tmp_path):
     (tmp_path / "methods.json").write_text(json.dumps(peers))
     (tmp_path / "throughput-easy_text.json").write_text(json.dumps([row("eesd", 1) | arriving]))
     header, figures = "kernel,method,ms,bytes,hardware,versions,git_sha", "fill,ours,0.123,99,GPU,torch=2,fff"
-    (tmp_path / "kernels.csv").write_text(f"{header}\n{figures}\n")
+    (tmp_path / "kernels_cpu.csv").write_text(f"{header}\n{figures}\n")
     published = {"method": "M", "target": "T", "workload": "W", "speedup": "up to 9x", "source": "arXiv 1"}
     (tmp_path / "published.json").write_text(json.dumps([published]))
     return tmp_path

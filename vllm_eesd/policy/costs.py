@@ -42,7 +42,9 @@ class CostModel:
     def __init__(self, draft_ratio: float = 0.125) -> None:
         self.draft_ratio = draft_ratio
         self._verify: dict[int, _Medians] = {}
-        self._draft_step, self._draft_round, self._decision = _Medians(), _Medians(), _Medians()
+        # Steps of the target are timed whatever is decided; these only if drafting is believed to pay, so that a first
+        # one that waited for a compiler would be the last.
+        self._draft_step, self._draft_round, self._decision = (_Medians(only_trusted=True) for _ in range(3))
         #: (sizes, ms) of forwards by tokens and of draft steps by rows, timed before any request was there.
         self._profile: list[tuple[np.ndarray, np.ndarray]] | None = None
         #: By (num_reqs, max_drafts), by num_reqs and by max_rows, until new times come in.
@@ -94,6 +96,11 @@ class CostModel:
         """Return whether steps of this batch size were timed, but too few without drafts to know their time."""
         medians = self._verify.get(cell_of(num_reqs))
         return medians is not None and medians.samples(0) < MIN_SAMPLES
+
+    def is_settled(self, num_reqs: int) -> bool:
+        """Return whether times of this batch size can be trusted, or are still those of others."""
+        medians = self._verify.get(cell_of(num_reqs))
+        return medians is None or medians.is_trusted
 
     def verify_curve(self, num_reqs: int, max_drafts: int) -> np.ndarray:
         """Return the time of a step in which 0..max_drafts draft tokens are verified, [max_drafts + 1], ascending.
@@ -181,8 +188,8 @@ class CostModel:
     def restore(self, state: dict[str, Any]) -> None:
         """Start from the medians that `state` gave; what is measured afterwards replaces them step by step."""
         self._verify = {int(size): _Medians(points) for size, points in state["verify_ms"].items()}
-        self._draft_step = _Medians(state["draft_step_ms"])
-        self._draft_round = _Medians(state["draft_round_ms"])
+        self._draft_step = _Medians(state["draft_step_ms"], only_trusted=True)
+        self._draft_round = _Medians(state["draft_round_ms"], only_trusted=True)
         self._forget_curves()
 
 
@@ -191,14 +198,18 @@ class _Medians:
 
     Args:
         points: [size, ms] pairs to start from.
+        only_trusted: whether a cell that cannot be trusted counts for nothing even while none can.
     Attributes:
         points: [size, median ms] of every cell that can be trusted, or of all while none can, by size.
         curve: (sizes ascending, ms ascending), or None while nothing was timed.
+        is_trusted: whether these are of cells that can be trusted.
     """
 
-    def __init__(self, points: list[list[float]] | tuple[()] = ()) -> None:
+    def __init__(self, points: list[list[float]] | tuple[()] = (), only_trusted: bool = False) -> None:
+        self._only_trusted = only_trusted
         self._times: dict[int, deque[tuple[float, float]]] = {}
         self._since_refresh = 0
+        self.is_trusted = False
         self.points: list[list[float]] = []
         self.curve: tuple[np.ndarray, np.ndarray] | None = None
         for size, ms in points:
@@ -225,6 +236,9 @@ class _Medians:
         self._since_refresh = 0
         cells = [self._times[cell] for cell in sorted(self._times)]
         trusted = [times for times in cells if len(times) >= MIN_SAMPLES]
+        self.is_trusted = bool(trusted)
+        if self._only_trusted and not trusted:
+            return
         cells = [tuple(zip(*times, strict=True)) for times in trusted or cells]
         self.points = [[sum(sizes) / len(sizes), median_high(ms)] for sizes, ms in cells]
         sizes, medians = np.array(self.points).T

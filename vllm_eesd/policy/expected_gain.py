@@ -45,17 +45,19 @@ BELIEFS = np.dtype(
 
 
 @numba.njit(cache=True)
-def begin(slots: np.ndarray, theta: np.ndarray, exponents: np.ndarray, beliefs: np.ndarray) -> None:
+def begin(slots: np.ndarray, theta: np.ndarray, exponents: np.ndarray, longest: int, beliefs: np.ndarray) -> None:
     """Write what each row's draw of its posterior says of the round: `chain`.
 
     Args:
         theta: [num_rows] float64, the draws.
-        exponents: [2, longest] how much harder than the average token each is, of greedy drafts and of drawn ones.
+        exponents: [2, longest or more] how much harder than the average token each is, of greedy drafts and of drawn
+            ones.
+        longest: the longest draft of all.
     """
     for row, slot in enumerate(slots):
         log_theta = np.log(theta[row])
-        for j, exponent in enumerate(exponents[beliefs[slot].drawn]):
-            chance = max(np.exp(exponent * log_theta), _LEAST_CHANCE)
+        for j in range(longest):
+            chance = max(np.exp(exponents[beliefs[slot].drawn, j] * log_theta), _LEAST_CHANCE)
             beliefs[slot].chain[j + 1] = beliefs[slot].chain[j] * chance
 
 

@@ -149,7 +149,7 @@ class Goodput(DraftLengthPolicy):
         """Draw each row's theta, and with it the chances of its drafts."""
         mean = self.posterior.mean(slots)
         theta = mean + TEMPER * (self.posterior.draw(slots, self._generator) - mean)
-        expected_gain.begin(slots, theta, self.calibration.exponents[:, : self._longest], self._beliefs)
+        expected_gain.begin(slots, theta, self.calibration.exponents, self._longest, self._beliefs)
 
     def _times_of(self, num_reqs: int) -> expected_gain.Times:
         """What the steps of so many requests cost, for two tokens a row more than can be drafted."""

@@ -95,7 +95,7 @@ class Learner:
             return
         if as_usual or self._drafted:
             costs.observe_verify(times.num_reqs, times.num_tokens, times.verify_ms)
-        if costs.lacks_plain(times.num_reqs):  # the few there were may have waited for a compiler
+        if not costs.is_settled(times.num_reqs):  # the few there were may have waited for a compiler
             return
         plain_ms = float(costs.verify_curve(times.num_reqs, 0)[0]) * times.num_emitted / times.num_reqs
         num_steps = 1 + times.num_skipped

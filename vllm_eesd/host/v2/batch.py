@@ -47,6 +47,11 @@ class RequestStates:
     # On the device.
 
     @property
+    def prefill_lens(self) -> torch.Tensor:
+        """[max_num_reqs] int32, tokens of each request that come before its first draft."""
+        return self._states.prefill_len.gpu
+
+    @property
     def draft_tokens(self) -> torch.Tensor:
         """[max_num_reqs, K] int64, the drafts under verification."""
         return self._states.draft_tokens

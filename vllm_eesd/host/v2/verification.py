@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from vllm_eesd.host.adapters import without_adapters
+from vllm_eesd.host.v2.batch import RequestStates
 from vllm_eesd.host.v2.compat import (
     PROCESSED_LOGPROBS_MODES,
     BadWordsState,
@@ -134,11 +135,12 @@ class Verification:
             draft_logits: the speculator's, if it keeps any.
         """
         config, device, buffers = runner.model_config, runner.device, runner.input_buffers
+        prefill_lens = RequestStates(runner.req_states).prefill_lens
         kernel_verifies = can_verify(runner.rejection_sampler)
         for num_reqs in (size for size in (1, 2, 16) if size <= runner.max_num_reqs):
             rows = torch.arange(2 * num_reqs, device=device)  # a draft each
             of_rows = rows, torch.zeros_like(rows), torch.zeros_like(rows, dtype=torch.int32)
-            gather_draft_sampled(buffers.input_ids, buffers.positions, *of_rows, runner.req_states.prefill_len.gpu)
+            gather_draft_sampled(buffers.input_ids, buffers.positions, *of_rows, prefill_lens)
             if not kernel_verifies:
                 continue
             hidden_states = torch.zeros(len(rows), config.get_hidden_size(), dtype=config.dtype, device=device)
