@@ -269,3 +269,8 @@ def test_one_session_measures_everything_the_page_shows(page_of, tmp_path, monke
     assert "- `suffix` is left out: not built." in text and "- `eagle` is left out: not trained." in text
     assert "--methods plain,eesd,eesd-head,ngram --batch 1,2,4 " in text
     assert f"--head {measured.BUDGET_HEAD} --methods plain,eesd-head,draft_model --batch 1,2 " in text
+
+
+def test_the_gpu_page_is_what_the_results_say(page_of):
+    committed = (REPOSITORY / "docs" / "gpu.md").read_text(encoding="utf-8")
+    assert page_of.gpu_text() == committed, "run python benchmarks/pages.py gpu"
