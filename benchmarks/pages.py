@@ -21,10 +21,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import page_gpu
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from page_filters import FILTERS, Rows
-
-from vllm_eesd.simulate.roofline import GPUS, Roofline, Shape
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS, DOCS, README = ROOT / "benchmarks" / "results", ROOT / "docs", ROOT / "README.md"
@@ -60,17 +59,6 @@ LIVE = {
 }
 RECORDED = [ROOT / "models" / "traces" / f"{n}.jsonl.gz" for n in ("held_out_code", "repetitive_code", "random_tokens")]
 BATCHES = (1, 8)
-#: Engines of docs/gpu.md, and what their gpu_lossless*.json are called.
-GPU_ENGINES = {
-    "as vLLM starts it: compiled, CUDA graphs": "",
-    "piecewise graphs": "_piecewise",
-    "eager": "_eager",
-    "control, compiled": "_control",
-    "compiled, CUDA graphs": "_float32",
-    "full graphs of decode batches, not compiled": "_graphs_alone",
-}
-#: Batch sizes of which docs/gpu.md shows steps (128 requests share a cell with 148), and a request's tokens meanwhile.
-GPU_BATCHES, GPU_CONTEXT = (1, 8, 32, 34, 64, 71, 128, 148), 192
 #: What a head's config would state: about the mean acceptance of a first draft token over the synthetic traces.
 PRIOR = (6.0, 4.0)
 
@@ -207,53 +195,21 @@ def constants_table(folder: Path = RESULTS) -> str:
 
 def gpu_text(folder: Path = RESULTS) -> str:
     """Return docs/gpu.md."""
-    lossless = {name: load(folder / f"gpu_lossless{suffix}.json") for name, suffix in GPU_ENGINES.items()}
-    rows = load_csv(folder / "gpu_end_to_end.csv")
-    speedups: dict[str, dict[str, Any]] = {}
-    for row in rows:
-        speedups.setdefault(row["batch"], {})[row["method"]] = row
+    rows, kernels = load_csv(folder / "gpu_end_to_end.csv"), load_csv(folder / "kernels_cuda.csv")
+    lossless = {name: load(folder / f"gpu_lossless{suffix}.json") for name, suffix in page_gpu.ENGINES.items()}
     costs = load(folder / "gpu_costs_8b.json")["costs"]
-    kernels: dict[tuple, dict[str, Any]] = {}
-    for row in load_csv(folder / "kernels_cuda.csv"):
-        shape = f"{row['vocab_size']} x {row['hidden_size']}".removesuffix(" x 0").removeprefix("0 x ")
-        shown = {"kernel": row["kernel"], "shape": shape, "batch": row["batch"], "others": {}}
-        shown = kernels.setdefault((row["kernel"], shape, row["batch"]), shown)
-        us = 1e3 * float(row["ms"])
-        shown |= {"us": us} if row["method"] == "ours" else {"others": shown["others"] | {row["method"]: us}}
     return render(
         "gpu.md.j2",
         hardware=rows[0]["hardware"],
         lossless={name: row for name, row in lossless.items() if row},
         methods=list(dict.fromkeys(row["method"] for row in rows)),
-        speedups=speedups,
-        bandwidth=GPUS["h200"].bandwidth_tb_s,
-        tflops=GPUS["h200"].tflops["bfloat16"],
-        steps=steps_of_8b(costs),
+        speedups=page_gpu.by_batch(rows),
+        gpu=page_gpu.GPU,
+        steps=page_gpu.steps_of_8b(costs),
         round_ms=costs["draft_round_ms"][0][1],
-        kernels=list(kernels.values()),
-        copy_gb_per_s=load_csv(folder / "kernels_cuda.csv")[0]["copy_gb_per_s"],
+        kernels=page_gpu.by_kernel(kernels),
+        copy_gb_per_s=kernels[0]["copy_gb_per_s"],
     )
-
-
-def steps_of_8b(costs: dict[str, Any]) -> Rows:
-    """Return measured times of an 8B shape's steps beside their roofline.
-
-    Args:
-        costs: `CostModel.state`.
-    """
-    shape = Shape.of(32, 4096, 128256)
-    roofline = Roofline(shape, exit_layer=3, head_layers=1, gpu=GPUS["h200"], context=GPU_CONTEXT)
-    rows = []
-    for size, points in costs["verify_ms"].items():
-        for drafts, ms in points if int(size) in GPU_BATCHES else ():
-            kind, drafts = "verification" if drafts else "plain", round(drafts)
-            rows.append({"kind": kind, "requests": int(size), "drafts": drafts, "ms": ms})
-            rows[-1]["roofline"] = roofline.verify_ms(int(size), drafts)
-    for size, ms in costs["draft_step_ms"]:
-        if size in GPU_BATCHES:
-            rows.append({"kind": "draft step", "requests": round(size), "drafts": "-", "ms": ms})
-            rows[-1]["roofline"] = roofline.draft_step_ms(round(size))
-    return sorted(rows, key=lambda row: (row["kind"] == "draft step", row["requests"]))
 
 
 def write_figures(path: Path, figures: str, mark: str = "figures") -> None:

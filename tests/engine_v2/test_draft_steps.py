@@ -233,6 +233,9 @@ def test_attention_planned_ahead_is_planned_for_the_captured_query_length(module
             )
             builder.build(common_prefix_len=0, common_attn_metadata=given, fast_build=ahead)
             assert given.max_query_len == length  # it is shared with other groups
+    of_tomorrow = type("Builder", (), {"__module__": "vllm.v1.attention.backends.flash_attn", "build": build})
+    with pytest.raises(RuntimeError, match="does not say whether it plans steps ahead"):
+        modules.ragged.plan_for_captured_queries(of_tomorrow(), K + 1)
     longest = [K + 1, K + 1, K + 1, 40]
     assert seen == [(length, 3, True) for length in longest] + [(n, 3, False) for n in (1, K, K + 1, 40)]
 

@@ -13,6 +13,7 @@ TRACE = Path(__file__).resolve().parents[2] / "models" / "traces" / "held_out_co
 CHILD = """
 import gc
 import sys
+from dataclasses import replace
 
 import numba
 import numpy as np
@@ -22,8 +23,6 @@ from vllm_eesd.simulate.device import Device, DeviceDrafter, HostTimes
 from vllm_eesd.simulate.replay import PolicyDrafter, replay
 from vllm_eesd.simulate.world import World, default_costs
 from vllm_eesd.traces.read import read_dense
-
-from dataclasses import replace
 
 ahead, trace, longest = sys.argv[1] == "ahead", read_dense(sys.argv[2]), 16
 trace = replace(trace, requests=trace.requests[:8])

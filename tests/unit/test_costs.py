@@ -188,7 +188,7 @@ def test_what_a_token_more_costs_is_not_left_to_noise(monkeypatch):
         return float(np.sqrt(np.mean((np.array(found) - 0.75) ** 2)))
 
     leaning = error()
-    monkeypatch.setattr("vllm_eesd.policy.costs._leaning_on_a_line", lambda sizes, times, errors: times)
+    monkeypatch.setattr("vllm_eesd.policy.costs.leaning_on_a_line", lambda sizes, times, errors: times)
     assert leaning < 0.5 * error()
 
 

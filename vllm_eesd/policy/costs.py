@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from vllm_eesd.policy.curves import interpolate, leaning_on_a_line, monotone, value_at
+
 #: Times a median is taken over: it forgets slow drift (longer contexts) and shrugs off outliers, if just under half of
 #: them are. And new times or rounds after which curves and rates are computed again: after each would cost more than it
 #: teaches.
@@ -79,7 +81,7 @@ class CostModel:
 
     def decision_ms(self, num_reqs: int) -> float:
         """Return what finding nothing worth drafting costs, 0 before it was measured."""
-        return 0.0 if self._decision.curve is None else _at(num_reqs, self._decision.curve)
+        return 0.0 if self._decision.curve is None else value_at(num_reqs, self._decision.curve)
 
     def start_from(self, forwards: list[tuple[int, float]], draft_steps: list[tuple[int, float]]) -> None:
         """Take a profile for the truth until steps are timed; afterwards for what has not been timed.
@@ -89,7 +91,7 @@ class CostModel:
             draft_steps: (rows, ms), at least one.
         """
         curves = [np.array(sorted(points), dtype=np.float64).T for points in (forwards, draft_steps)]
-        self._profile = [(sizes, _monotone(ms.tolist())) for sizes, ms in curves]
+        self._profile = [(sizes, monotone(ms.tolist())) for sizes, ms in curves]
         self._forget_curves()
 
     def lacks_plain(self, num_reqs: int) -> bool:
@@ -121,7 +123,7 @@ class CostModel:
             if not points:
                 curve = np.full(max_rows + 1, self.draft_ratio * self._verification(max_rows, np.zeros(1))[0])
             else:
-                curve = _interpolate(np.arange(max_rows + 1), *points)
+                curve = interpolate(np.arange(max_rows + 1), *points)
             if self.all_rows_draft:
                 curve[:] = curve[-1]
             curve[0] = 0.0
@@ -145,7 +147,7 @@ class CostModel:
             plain = {size: ys[0] - self._unmeasured_growth(size, xs[:1], guess)[0]}
         if plain:
             sizes = sorted(plain)
-            plain_ms = float(np.interp(num_reqs, sizes, _monotone([plain[size] for size in sizes])))
+            plain_ms = float(np.interp(num_reqs, sizes, monotone([plain[size] for size in sizes])))
         else:
             plain_ms = self._unmeasured_plain(num_reqs)
         if not grown:
@@ -153,12 +155,12 @@ class CostModel:
         xs, ys = grown[_nearest(grown, num_reqs)]
         if xs[0] > 0:
             xs, ys = np.r_[0, xs], np.r_[min(plain_ms, ys[0]), ys]
-        return plain_ms + _interpolate(num_drafts, xs, ys - ys[0], default_slope=DEFAULT_VERIFY_GROWTH * plain_ms)
+        return plain_ms + interpolate(num_drafts, xs, ys - ys[0], default_slope=DEFAULT_VERIFY_GROWTH * plain_ms)
 
     def _unmeasured_plain(self, num_reqs: int) -> float:
         """A plain step's time before any step was timed: its forward's, or 1 where draft steps say nothing else."""
         if self._profile is not None:
-            return _at(num_reqs, self._profile[0])
+            return value_at(num_reqs, self._profile[0])
         draft = self._draft_step.curve
         return 1.0 if draft is None else float(draft[1][0]) / self.draft_ratio
 
@@ -167,14 +169,14 @@ class CostModel:
         if self._profile is None:
             return DEFAULT_VERIFY_GROWTH * plain_ms * num_drafts
         slope = DEFAULT_VERIFY_GROWTH * plain_ms
-        forwards = _interpolate(np.r_[num_reqs, num_reqs + num_drafts], *self._profile[0], default_slope=slope)
+        forwards = interpolate(np.r_[num_reqs, num_reqs + num_drafts], *self._profile[0], default_slope=slope)
         return forwards[1:] - forwards[0]
 
     def round_ms(self, num_reqs: int) -> float:
         """Return what a drafted round costs on top of its draft steps, 0 before it was measured."""
         if num_reqs not in self._round_ms:
             curve = self._draft_round.curve
-            self._round_ms[num_reqs] = 0.0 if curve is None else _at(num_reqs, curve)
+            self._round_ms[num_reqs] = 0.0 if curve is None else value_at(num_reqs, curve)
         return self._round_ms[num_reqs]
 
     def state(self) -> dict[str, Any]:
@@ -245,37 +247,12 @@ class _Medians:
         if trusted:
             counts = np.array([len(times) for times in trusted])
             spread = np.median([_scatter(times, median) for times, median in zip(trusted, medians, strict=True)])
-            medians = _leaning_on_a_line(sizes, medians, STANDARD_ERROR * spread * medians / np.sqrt(counts))
-        self.curve = sizes, _monotone(medians.tolist())
+            medians = leaning_on_a_line(sizes, medians, STANDARD_ERROR * spread * medians / np.sqrt(counts))
+        self.curve = sizes, monotone(medians.tolist())
 
 
 def _scatter(times: deque[tuple[float, float]], median: float) -> float:
     return median_high(abs(ms - median) for _, ms in times) / median if median else 0.0
-
-
-def _leaning_on_a_line(sizes: np.ndarray, times: np.ndarray, errors: np.ndarray) -> np.ndarray:
-    """Return the times moved towards the line through them, the further the less their own deviation can be believed.
-
-    What a token more costs is a difference of two medians, which noise of a few percent turns into anything. Where
-    noise is small against the steps of a staircase (padded batch sizes), the staircase stays.
-
-    Args:
-        sizes, times: [num_cells]; a size of 0 takes no part: the first draft costs more than the next ones.
-        errors: [num_cells] standard errors of the times.
-    Source: empirical Bayes shrinkage to a regression, after Fay and Herriot (1979).
-    """
-    of_line = sizes > 0
-    x, y, error = sizes[of_line], times[of_line], errors[of_line]
-    if len(x) < 3 or not error.all():  # two points lie on their line
-        return times
-    weights = error**-2
-    x_mean, y_mean = np.average(x, weights=weights), np.average(y, weights=weights)
-    slope = max(0.0, float(weights @ ((x - x_mean) * (y - y_mean)) / (weights @ (x - x_mean) ** 2)))
-    line = y_mean + slope * (x - x_mean)
-    true_variance = max(0.0, float(((y - line) ** 2).sum() / (len(x) - 2) - (error**2).mean()))
-    shrunk = times.copy()
-    shrunk[of_line] = line + (y - line) * true_variance / (true_variance + error**2)
-    return shrunk
 
 
 def cell_of(size: int) -> int:
@@ -285,26 +262,3 @@ def cell_of(size: int) -> int:
 
 def _nearest(sizes: dict[int, Any], size: int) -> int:
     return min(sizes, key=lambda other: abs(np.log((other + 1) / (size + 1))))
-
-
-def _monotone(values: tuple[float, ...]) -> np.ndarray:
-    """Return the closest ascending values: neighbours in the wrong order are replaced by their mean."""
-    blocks: list[list[float]] = []  # [sum, count]
-    for value in values:
-        blocks.append([value, 1])
-        while len(blocks) > 1 and blocks[-2][0] * blocks[-1][1] > blocks[-1][0] * blocks[-2][1]:
-            total, count = blocks.pop()
-            blocks[-1][0] += total
-            blocks[-1][1] += count
-    return np.repeat([total / count for total, count in blocks], [count for _, count in blocks])
-
-
-def _at(size: int, points: tuple[np.ndarray, np.ndarray]) -> float:
-    """Return a curve's value at one size; beyond a single point it is level."""
-    return float(_interpolate(np.array([size]), *points)[0])
-
-
-def _interpolate(at: np.ndarray, xs: np.ndarray, ys: np.ndarray, default_slope: float = 0.0) -> np.ndarray:
-    """Linear between the points, level before the first, with the mean slope beyond the last."""
-    slope = (ys[-1] - ys[0]) / (xs[-1] - xs[0]) if len(xs) > 1 else default_slope
-    return np.interp(at, xs, ys) + slope * np.maximum(at - xs[-1], 0.0)

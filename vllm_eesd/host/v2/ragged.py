@@ -169,10 +169,18 @@ def plan_for_captured_queries(builder: AttentionMetadataBuilder, longest: int) -
     Args:
         builder: of a group of the target's attention layers.
         longest: tokens of the longest query of a decoding request, with which full graphs are captured.
+    Raises:
+        RuntimeError: it is FlashAttention's and does not say whether it plans ahead.
     Source: vllm/v1/attention/backends/flash_attn.py; flash-attention, hopper/flash_api.cpp,
         mha_fwd_get_scheduler_metadata.
     """
-    if not getattr(builder, "aot_schedule", False):
+    plans_ahead = getattr(builder, "aot_schedule", None)
+    if plans_ahead is None and "flash_attn" in type(builder).__module__:
+        raise RuntimeError(
+            "eesd: this vLLM's FlashAttention does not say whether it plans steps ahead (aot_schedule), and full CUDA "
+            'graphs could give wrong tokens; ask for "cudagraph_mode": "PIECEWISE", or install a newer vllm-eesd'
+        )
+    if not plans_ahead:
         return
     build = builder.build
 
