@@ -29,7 +29,8 @@ REASONS = {
     "follows from another constant": "policy.goodput.PLAIN_EVERY",
     "of a metric": "policy.protocol.INTERVAL_DRAWS",
     "a switch": "policy_args.GoodputArgs.ngram",
-    "about time that no replay has": "round.ngram.MAX_SEARCHED round.idle.MAY_NOT_DRAFT policy.goodput.PLAIN_ROUNDS",
+    "about time that no replay has": "round.ngram.MAX_SEARCHED round.idle.MAY_NOT_DRAFT policy.goodput.PLAIN_ROUNDS "
+    "policy.costs.PLAIN_REACH",
 }
 TUNED = [f"{module}.{name}" for module, found in ablate_policy.REMOVED.items() for name in found]
 NOT_TUNED = [name for names in REASONS.values() for name in names.split()]

@@ -112,6 +112,20 @@ def test_plain_steps_are_asked_for_only_where_others_were_timed():
     assert costs.lacks_plain(2)
     fed(costs, num_reqs=2)
     assert not costs.lacks_plain(2)
+    for num_reqs, lacks in ((3, False), (4, True)):  # a size near one that is known is inferred
+        costs.observe_verify(num_reqs, num_reqs + 1, 5.0)
+        assert costs.lacks_plain(num_reqs) == lacks
+
+
+def test_a_plain_step_of_another_batch_size_grows_as_the_profile_does():
+    costs = CostModel()
+    costs.start_from([(1, 3.0), (4, 4.0), (8, 6.0)], [(1, 0.6)])
+    for size, ms in ((4, 5.0), (8, 7.5)):
+        for _ in range(MIN_SAMPLES):
+            costs.observe_verify(size, size, ms)
+    # What an engine adds to a forward: 1 ms at 4 requests, 1.5 at 8.
+    found = [costs.verify_curve(size, 0)[0] for size in (1, 4, 6, 8)]
+    np.testing.assert_allclose(found, [4.0, 5.0, 5.0 + 1.25, 7.5])
 
 
 def test_ranks_that_exchange_their_state_agree():

@@ -17,6 +17,8 @@ from vllm_eesd.policy.curves import interpolate, leaning_on_a_line, monotone, va
 WINDOW = 16
 #: A median of fewer is at the mercy of one compilation: such a cell is not used while others are.
 MIN_SAMPLES = 3
+#: The largest ratio of two batch sizes of which one's plain step says what the other's takes.
+PLAIN_REACH = 1.5
 #: Of a median, in median distances from it, for one normally distributed time: 1.253 times 1.483 (their deviation).
 STANDARD_ERROR = 1.86
 #: No step takes an hour: such a time is a fault of the clock.
@@ -95,9 +97,13 @@ class CostModel:
         self._forget_curves()
 
     def lacks_plain(self, num_reqs: int) -> bool:
-        """Return whether steps of this batch size were timed, but too few without drafts to know their time."""
-        medians = self._verify.get(cell_of(num_reqs))
-        return medians is not None and medians.samples(0) < MIN_SAMPLES
+        """Return whether steps of this batch size were timed, but too few without drafts, of this size or one near it.
+
+        A batch that runs empty passes through every size: half of its steps would be plain only to be timed.
+        """
+        known = (size for size, medians in self._verify.items() if medians.samples(0) >= MIN_SAMPLES)
+        is_near = any(max(size, num_reqs) <= PLAIN_REACH * min(size, num_reqs) for size in known)
+        return cell_of(num_reqs) in self._verify and not is_near
 
     def is_settled(self, num_reqs: int) -> bool:
         """Return whether times of this batch size can be trusted, or are still those of others."""
@@ -146,8 +152,7 @@ class CostModel:
             guess = ys[0] / (1 + DEFAULT_VERIFY_GROWTH * xs[0])
             plain = {size: ys[0] - self._unmeasured_growth(size, xs[:1], guess)[0]}
         if plain:
-            sizes = sorted(plain)
-            plain_ms = float(np.interp(num_reqs, sizes, monotone([plain[size] for size in sizes])))
+            plain_ms = self._between(num_reqs, plain)
         else:
             plain_ms = self._unmeasured_plain(num_reqs)
         if not grown:
@@ -156,6 +161,15 @@ class CostModel:
         if xs[0] > 0:
             xs, ys = np.r_[0, xs], np.r_[min(plain_ms, ys[0]), ys]
         return plain_ms + interpolate(num_drafts, xs, ys - ys[0], default_slope=DEFAULT_VERIFY_GROWTH * plain_ms)
+
+    def _between(self, num_reqs: int, plain: dict[int, float]) -> float:
+        """A plain step's time from those of other batch sizes; between and beyond them it grows as the profile does."""
+        sizes = sorted(plain)
+        times, of_profile = monotone([plain[size] for size in sizes]), 0.0
+        if self._profile is not None:
+            times = times - interpolate(np.array(sizes), *self._profile[0])
+            of_profile = value_at(num_reqs, self._profile[0])
+        return of_profile + float(np.interp(num_reqs, sizes, times))
 
     def _unmeasured_plain(self, num_reqs: int) -> float:
         """A plain step's time before any step was timed: its forward's, or 1 where draft steps say nothing else."""
