@@ -22,11 +22,17 @@ GPU = GPUS["h200"]
 BATCHES, CONTEXT = (1, 8, 32, 34, 64, 71, 128, 148), 192
 
 
-def by_batch(rows: Rows) -> dict[str, dict[str, Any]]:
-    """Return the rows of gpu_end_to_end.csv by batch size and method."""
+def last_runs(rows: Rows) -> Rows:
+    """Return the rows of gpu_end_to_end.csv, to which every run appends, of the last run of each."""
+    return list({(row["shape"], row["batch"], row["method"]): row for row in rows}.values())
+
+
+def by_batch(rows: Rows, shape: str) -> dict[str, dict[str, Any]]:
+    """Return a shape's rows by batch size and method."""
     found: dict[str, dict[str, Any]] = {}
     for row in rows:
-        found.setdefault(row["batch"], {})[row["method"]] = row
+        if row["shape"] == shape:
+            found.setdefault(row["batch"], {})[row["method"]] = row
     return found
 
 

@@ -195,7 +195,8 @@ def constants_table(folder: Path = RESULTS) -> str:
 
 def gpu_text(folder: Path = RESULTS) -> str:
     """Return docs/gpu.md."""
-    rows, kernels = load_csv(folder / "gpu_end_to_end.csv"), load_csv(folder / "kernels_cuda.csv")
+    rows = page_gpu.last_runs(load_csv(folder / "gpu_end_to_end.csv"))
+    kernels = load_csv(folder / "kernels_cuda.csv")
     lossless = {name: load(folder / f"gpu_lossless{suffix}.json") for name, suffix in page_gpu.ENGINES.items()}
     costs = load(folder / "gpu_costs_8b.json")["costs"]
     return render(
@@ -203,7 +204,7 @@ def gpu_text(folder: Path = RESULTS) -> str:
         hardware=rows[0]["hardware"],
         lossless={name: row for name, row in lossless.items() if row},
         methods=list(dict.fromkeys(row["method"] for row in rows)),
-        speedups=page_gpu.by_batch(rows),
+        speedups=page_gpu.by_batch(rows, "8b"),
         gpu=page_gpu.GPU,
         steps=page_gpu.steps_of_8b(costs),
         round_ms=costs["draft_round_ms"][0][1],
@@ -244,7 +245,7 @@ def gpu() -> None:
     """Write docs/gpu.md and its plot."""
     import plots
 
-    plots.plot_end_to_end(DOCS / "gpu-speedup.png", load_csv(RESULTS / "gpu_end_to_end.csv"))
+    plots.plot_end_to_end(DOCS / "gpu-speedup.png", page_gpu.last_runs(load_csv(RESULTS / "gpu_end_to_end.csv")))
     (DOCS / "gpu.md").write_text(gpu_text(), encoding="utf-8")
 
 

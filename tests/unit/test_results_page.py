@@ -274,3 +274,11 @@ def test_one_session_measures_everything_the_page_shows(page_of, tmp_path, monke
 def test_the_gpu_page_is_what_the_results_say(page_of):
     committed = (REPOSITORY / "docs" / "gpu.md").read_text(encoding="utf-8")
     assert page_of.gpu_text() == committed, "run python benchmarks/pages.py gpu"
+
+
+def test_of_several_gpu_runs_the_last_one_counts_and_shapes_stay_apart(page_of):
+    runs = [("8b", "1.5"), ("1b", "9.9"), ("8b", "1.8")]
+    rows = [{"shape": shape, "batch": "1", "method": "eesd", "speedup": speedup} for shape, speedup in runs]
+    last = page_of.page_gpu.last_runs(rows)
+    assert [row["speedup"] for row in last] == ["1.8", "9.9"]
+    assert page_of.page_gpu.by_batch(last, "8b") == {"1": {"eesd": rows[2]}}

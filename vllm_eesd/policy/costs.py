@@ -101,9 +101,11 @@ class CostModel:
 
         A batch that runs empty passes through every size: half of its steps would be plain only to be timed.
         """
+        medians = self._verify.get(cell_of(num_reqs))
+        if medians is None or medians.samples(0) >= MIN_SAMPLES:  # asked in every round: mostly that is all
+            return False
         known = (size for size, medians in self._verify.items() if medians.samples(0) >= MIN_SAMPLES)
-        is_near = any(max(size, num_reqs) <= PLAIN_REACH * min(size, num_reqs) for size in known)
-        return cell_of(num_reqs) in self._verify and not is_near
+        return not any(max(size, num_reqs) <= PLAIN_REACH * min(size, num_reqs) for size in known)
 
     def is_settled(self, num_reqs: int) -> bool:
         """Return whether times of this batch size can be trusted, or are still those of others."""
