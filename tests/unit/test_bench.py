@@ -5,6 +5,7 @@ import io
 import json
 import os
 import subprocess
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -211,6 +212,25 @@ def test_a_requests_first_step_is_no_decoding_round():
             yield [(0, []), (1, [2, 3, 4])]
 
     assert count_rounds(Steps(), [[7], [7]], [4, 4], 2) == {"rounds": 2, "emitted": 5}
+
+
+def test_plugins_are_loaded_before_engines_start_side_by_side(monkeypatch):
+    """vLLM lets the second thread that asks for its plugins go on while the first one still loads them."""
+    import vllm.plugins
+
+    journal = []
+    monkeypatch.setattr(engines, "HEAD_START_S", 0.01)
+    monkeypatch.setattr(
+        vllm.plugins, "load_general_plugins", lambda: journal.append(("plugins", threading.get_ident()))
+    )
+
+    def start(name):
+        journal.append((name, threading.get_ident()))
+        return name
+
+    started = engines._start_together(start, {"eesd": {"name": "eesd"}, "plain": {"name": "plain"}})
+    assert started == {"eesd": "eesd", "plain": "plain"}
+    assert journal[0] == ("plugins", threading.get_ident()) and {name for name, _ in journal[1:]} == {"eesd", "plain"}
 
 
 # --- the command ---

@@ -27,6 +27,7 @@ from vllm_eesd.distill.data import (
 from vllm_eesd.distill.generate import OwnText, continue_windows
 from vllm_eesd.distill.metrics import evaluate
 from vllm_eesd.distill.model import block_mask, new_head
+from vllm_eesd.distill.muon import Muon, orthogonal
 from vllm_eesd.distill.run import run
 from vllm_eesd.distill.target import Target, load_target
 from vllm_eesd.distill.text import text_files
@@ -267,6 +268,32 @@ def test_interrupted_within_a_step(model_dir, text, tmp_path, monkeypatch):
     resumed = new_head(target, "last")
     train(target, resumed, data, config, checkpoint)
     assert all(torch.equal(resumed.state_dict()[name], tensor) for name, tensor in whole.state_dict().items())
+
+
+@pytest.mark.parametrize("shape", [(24, 64), (64, 24)])
+def test_orthogonal_is_the_nearest_orthogonal_matrix_but_for_its_size(shape):
+    matrix = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    u, s, vt = torch.linalg.svd(orthogonal(matrix, torch.float32), full_matrices=False)
+    assert 0.6 < s.min() and s.max() < 1.3
+    wanted_u, _, wanted_vt = torch.linalg.svd(matrix, full_matrices=False)
+    torch.testing.assert_close(u @ vt, wanted_u @ wanted_vt, atol=1e-3, rtol=0)
+
+
+def test_muon_is_torchs_in_bfloat16():
+    """It differs from torch.optim.Muon in nothing but what it iterates in."""
+    generator = torch.Generator().manual_seed(0)
+    start, gradients = torch.randn(8, 20, generator=generator), torch.randn(3, 8, 20, generator=generator)
+    ours, theirs = (torch.nn.Parameter(start.clone()) for _ in range(2))
+    options = {"lr": 0.1, "weight_decay": 0.2}
+    optimizers = [
+        Muon([ours], dtype=torch.bfloat16, **options),
+        torch.optim.Muon([theirs], adjust_lr_fn="match_rms_adamw", **options),
+    ]
+    for gradient in gradients:
+        for parameter, optimizer in zip((ours, theirs), optimizers, strict=True):
+            parameter.grad = gradient.clone()
+            optimizer.step()
+    torch.testing.assert_close(ours, theirs, atol=2e-3, rtol=0)
 
 
 def test_generation_is_the_targets_own(model_dir, text):

@@ -36,7 +36,7 @@ ALLOWED_PARTS = {
 # Any of vLLM; its public modules only (capitalised names, where that is the top level); nothing.
 VLLM_PRIVATE = {"host"}
 VLLM_PUBLIC = {"bench", "distill"}
-VLLM_PUBLIC_MODULES = {"vllm.inputs", "vllm.sampling_params"}
+VLLM_PUBLIC_MODULES = {"vllm.inputs", "vllm.plugins", "vllm.sampling_params"}
 TRANSFORMERS = {"host", "bench", "distill"}
 KERNEL_LIBRARIES = {"torch", "triton"}
 #: To be opened; none may be added.

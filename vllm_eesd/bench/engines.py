@@ -237,8 +237,11 @@ def _start_together(start: Callable[..., Any], arguments: Mapping[str, Mapping[s
         start: `start_engine`, given all but a method's own arguments.
         arguments: of each method.
     """
-    import vllm  # noqa: F401  # in this thread, before the others ask for it
+    from vllm.plugins import load_general_plugins
 
+    # In this thread: vLLM takes its plugins for loaded as soon as one thread has begun to load them, and an engine that
+    # another thread starts meanwhile does not know EESD.
+    load_general_plugins()
     futures: dict[str, Future[Any]] = {}
     with ThreadPoolExecutor(len(arguments)) as pool:
         for method, given in arguments.items():
