@@ -26,13 +26,13 @@ from vllm_eesd.distill.data import (
 )
 from vllm_eesd.distill.generate import OwnText, continue_windows
 from vllm_eesd.distill.metrics import evaluate
-from vllm_eesd.distill.model import block_mask, new_head
+from vllm_eesd.distill.model import block_mask, head_config, load_head, new_head
 from vllm_eesd.distill.muon import Muon, orthogonal
 from vllm_eesd.distill.run import run
 from vllm_eesd.distill.target import Target, load_target
 from vllm_eesd.distill.text import text_files
 from vllm_eesd.distill.train import TrainConfig, random_block_starts, train
-from vllm_eesd.exit_head.checkpoint import ExitHeadConfig, read_tensors
+from vllm_eesd.exit_head.checkpoint import ExitHeadConfig, Prior, read_tensors, write_head
 
 VOCAB, LAYERS, SEQ_LEN = 64, 4, 32
 # Two float32 implementations of the same sums, over some dozens of terms each.
@@ -268,6 +268,16 @@ def test_interrupted_within_a_step(model_dir, text, tmp_path, monkeypatch):
     resumed = new_head(target, "last")
     train(target, resumed, data, config, checkpoint)
     assert all(torch.equal(resumed.state_dict()[name], tensor) for name, tensor in whole.state_dict().items())
+
+
+def test_a_head_of_another_exit_layer_is_a_start_and_no_head(model_dir, tmp_path):
+    deep, shallow = make_target(model_dir, exit_layer=2), make_target(model_dir, exit_layer=1)
+    head = new_head(deep, "last")
+    torch.nn.init.normal_(head.deep.inject.weight)
+    write_head(tmp_path / "head", head_config(deep, str(model_dir), "deep_context", Prior()), head.state_dict())
+    started = new_head(shallow, str(tmp_path / "head"), head_layers=2).state_dict()
+    assert all(torch.equal(started[name], tensor) for name, tensor in head.state_dict().items())
+    refused(lambda: load_head(shallow, tmp_path / "head"), "exit_layer 2", "loaded for 1")
 
 
 @pytest.mark.parametrize("shape", [(24, 64), (64, 24)])

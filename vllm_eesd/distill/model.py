@@ -192,11 +192,11 @@ def new_head(target: Target, init: str, head_type: str = "deep_context", head_la
     """Return a head that starts from the target's final norm and its `last` or `exit` layers, or from a head.
 
     Args:
-        init: "last", "exit" (layer N and those after it) or the directory of a head; what that one lacks starts as it
-            does with "last", and its draft vocabulary is left out.
+        init: "last", "exit" (layer N and those after it) or the directory of a head, of any exit layer; what that one
+            lacks starts as it does with "last", and its draft vocabulary is left out.
         head_layers: M, its decoder layers.
     Raises:
-        ValueError: the directory holds no head, or one of another target or exit layer.
+        ValueError: the directory holds no head, or one of another target.
     """
     decoder = target.model.model
     first = min(target.exit_layer if init == "exit" else math.inf, len(decoder.layers) - head_layers)
@@ -205,8 +205,6 @@ def new_head(target: Target, init: str, head_type: str = "deep_context", head_la
     if init not in ("last", "exit"):
         config = ExitHeadConfig.load(init)
         config.check_target(target.config)
-        if config.exit_layer != target.exit_layer:
-            raise ValueError(f"init: {init} has exit_layer {config.exit_layer}, this run {target.exit_layer}")
         head.load_state_dict(read_tensors(init), strict=False)
     return head
 
@@ -218,6 +216,8 @@ def load_head(target: Target, directory: str | os.PathLike) -> nn.Module:
         ValueError: no head there, or one of another target or exit layer.
     """
     config = ExitHeadConfig.load(directory)
+    if config.exit_layer != target.exit_layer:
+        raise ValueError(f"{directory} has exit_layer {config.exit_layer}, the target was loaded for {target.exit_layer}")
     head = new_head(target, str(directory), config.head_type, config.head_layers)
     if (d2t := read_tensors(directory).get(D2T_NAME)) is not None:
         restrict(head, token_ids_of(d2t))
