@@ -66,8 +66,12 @@ def thousands(text: str) -> int:
 
 
 def exit_layer(text: str) -> int | str:
-    """Return a layer's number, or auto."""
-    return text if text == "auto" else positive(text)
+    """Return a layer's number, 0 being the embedding, or auto."""
+    if text == "auto":
+        return text
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not allowed, must be a whole number from 0, or auto")
+    return int(text)
 
 
 def positive_real(text: str) -> float:

@@ -99,6 +99,13 @@ def test_a_draft_vocabulary_may_be_given_in_thousands(implementation, given, mea
     assert calls[0].draft_vocab == meant
 
 
+@pytest.mark.parametrize(("given", "meant"), [("0", 0), ("7", 7), ("auto", "auto")])
+def test_an_exit_layer_may_be_the_embedding(implementation, given, meant):
+    calls = implementation("vllm_eesd.distill.run")
+    cli.main([*MINIMAL["vllm_eesd.distill.run"], "--exit-layer", given])
+    assert calls[0].exit_layer == meant
+
+
 def test_drafting_defaults_are_the_configs():
     args, config = cli.build_parser().parse_args(["demo"]), EESDConfig()
     assert (args.num_speculative_tokens, args.policy) == (config.num_speculative_tokens, config.policy)
@@ -122,6 +129,7 @@ def test_distill_defaults_are_the_train_configs():
         [*MINIMAL["vllm_eesd.bench.latency"], "--methods", "plain,,eesd"],
         [*MINIMAL["vllm_eesd.distill.run"], "--lr", "nan"],
         [*MINIMAL["vllm_eesd.distill.run"], "--minutes", "0"],
+        [*MINIMAL["vllm_eesd.distill.run"], "--exit-layer", "1.5"],
         [*MINIMAL["vllm_eesd.distill.run"], "--draft-vocab", "0k"],
         [*MINIMAL["vllm_eesd.distill.run"], "--draft-vocab", "k"],
         [*MINIMAL["vllm_eesd.distill.run"], "--draft-vocab", "3.2k"],
