@@ -217,7 +217,7 @@ def load_head(target: Target, directory: str | os.PathLike) -> nn.Module:
     """
     config = ExitHeadConfig.load(directory)
     if config.exit_layer != target.exit_layer:
-        raise ValueError(f"{directory} has exit_layer {config.exit_layer}, the target was loaded for {target.exit_layer}")
+        raise ValueError(f"{directory} has exit_layer {config.exit_layer}, target loaded for {target.exit_layer}")
     head = new_head(target, str(directory), config.head_type, config.head_layers)
     if (d2t := read_tensors(directory).get(D2T_NAME)) is not None:
         restrict(head, token_ids_of(d2t))
