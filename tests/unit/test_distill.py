@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import os
 import re
@@ -290,7 +291,7 @@ def test_orthogonal_is_the_nearest_orthogonal_matrix_but_for_its_size(shape):
 
 
 def test_muon_is_torchs_in_bfloat16():
-    """It differs from torch.optim.Muon in nothing but what it iterates in."""
+    """It differs from torch.optim.Muon in nothing but what it iterates in, and goes on from that one's state."""
     generator = torch.Generator().manual_seed(0)
     start, gradients = torch.randn(8, 20, generator=generator), torch.randn(3, 8, 20, generator=generator)
     ours, theirs = (torch.nn.Parameter(start.clone()) for _ in range(2))
@@ -300,6 +301,7 @@ def test_muon_is_torchs_in_bfloat16():
         torch.optim.Muon([theirs], adjust_lr_fn="match_rms_adamw", **options),
     ]
     for gradient in gradients:
+        optimizers[0].load_state_dict(copy.deepcopy(optimizers[1].state_dict()))
         for parameter, optimizer in zip((ours, theirs), optimizers, strict=True):
             parameter.grad = gradient.clone()
             optimizer.step()

@@ -41,8 +41,8 @@ class Muon(torch.optim.Optimizer):
                     continue
                 state = self.state[parameter]
                 if not state:
-                    state["momentum"] = torch.zeros_like(gradient)
-                momentum = state["momentum"].lerp_(gradient, 1 - MOMENTUM)
+                    state["momentum_buffer"] = torch.zeros_like(gradient)
+                momentum = state["momentum_buffer"].lerp_(gradient, 1 - MOMENTUM)
                 update = orthogonal(gradient.lerp(momentum, MOMENTUM), self._dtype)
                 parameter.mul_(1 - group["lr"] * group["weight_decay"])
                 parameter.sub_(update, alpha=group["lr"] * RMS_OF_ADAMW * max(parameter.shape) ** 0.5)
