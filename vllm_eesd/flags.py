@@ -54,9 +54,13 @@ def choices(config: type[BaseModel], field: str) -> list[str]:
 
 def positive(text: str) -> int:
     """Return a whole number of at least 1."""
-    number = int(text) if text.strip().isascii() and text.strip().isdigit() else 0
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not allowed, must be a whole number of at least 1")
+    return _whole(text, 1)
+
+
+def _whole(text: str, least: int) -> int:
+    number = int(text) if text.strip().isascii() and text.strip().isdigit() else least - 1
+    if number < least:
+        raise argparse.ArgumentTypeError(f"{text!r} is not allowed, must be a whole number of at least {least}")
     return number
 
 
@@ -67,11 +71,7 @@ def thousands(text: str) -> int:
 
 def exit_layer(text: str) -> int | str:
     """Return a layer's number, 0 being the embedding, or auto."""
-    if text == "auto":
-        return text
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not allowed, must be a whole number from 0, or auto")
-    return int(text)
+    return text if text == "auto" else _whole(text, 0)
 
 
 def positive_real(text: str) -> float:

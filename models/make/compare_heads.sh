@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Train exit heads of several shapes, and the peers, on the same tokens with the same loss: minutes on one large GPU,
-# where all of them run at once; on CPUs one after the other (AT_ONCE=1).
+# Train exit heads of several shapes, and the peers, on the same tokens with the same loss: on a GPU all of them at once,
+# on CPUs one after the other (AT_ONCE=1). How long it takes on a GPU is not yet measured.
 #
-#   models/make/pack_text.py --work build/target --tokenizer models/eesd-code-10m     # the text, if it is not there
+#   python models/make/pack_text.py --work build/target --tokenizer models/eesd-code-10m     # the text, if it is not there
 #   models/make/compare_heads.sh build/target build/heads
 #
 # Writes build/heads/nXmY/head with its record (head.json), and build/heads/peers-F/{draft_model,eagle} for each
@@ -10,7 +10,7 @@
 set -euo pipefail
 
 TEXT=$1 WORK=$2
-MODEL=${MODEL:-models/eesd-code-10m}
+MODEL=models/eesd-code-10m # the one train_peers.py knows
 PYTHON=${PYTHON:-python3}
 TOKENS=${TOKENS:-30300000}           # what each of them sees
 OWN=${OWN:-2048}                     # windows of 512 tokens that the target writes, half of every batch

@@ -37,8 +37,9 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from vllm_eesd.distill.data import TokenData
 from vllm_eesd.distill.generate import OwnText, continue_windows, sampled_through_vllm
 from vllm_eesd.distill.losses import distillation_loss, forward_kl
+from vllm_eesd.distill.muon import uses_bfloat16
 from vllm_eesd.distill.target import Target, load_target
-from vllm_eesd.distill.train import DEFAULT_LR, TrainConfig, _make_optimizers, learning_rate_scale, uses_bfloat16
+from vllm_eesd.distill.train import DEFAULT_LR, TrainConfig, _make_optimizers, learning_rate_scale
 
 MODEL = "models/eesd-code-10m"
 EXIT_LAYER = 2

@@ -30,7 +30,6 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from vllm_eesd.distill.muon import Muon
-from vllm_eesd.distill.train import uses_bfloat16
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from target_model import Shape, Weights, loss_of, new_weights, stacked, to_transformers  # noqa: E402
@@ -107,8 +106,7 @@ class Trainer:
         others = [w for name, w in self.weights.items() if name not in inner]
         parts = [matrices[i :: self.args.threads] for i in range(self.args.threads)]
         lr = self.args.lr
-        dtype = torch.bfloat16 if uses_bfloat16("cpu") else torch.float32
-        muons = [Muon(p, lr=lr, weight_decay=0.05, dtype=dtype) for p in parts]
+        muons = [Muon(p, lr=lr, weight_decay=0.05) for p in parts]
         return [*muons, torch.optim.AdamW(others, lr=lr, betas=(0.9, 0.95), weight_decay=0.0)]
 
     def _resume(self, saved: dict) -> None:

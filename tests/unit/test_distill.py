@@ -16,7 +16,7 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from vllm_eesd.distill import losses
+from vllm_eesd.distill import losses, muon
 from vllm_eesd.distill.data import (
     TokenData,
     long_enough,
@@ -290,14 +290,15 @@ def test_orthogonal_is_the_nearest_orthogonal_matrix_but_for_its_size(shape):
     torch.testing.assert_close(u @ vt, wanted_u @ wanted_vt, atol=1e-3, rtol=0)
 
 
-def test_muon_is_torchs_in_bfloat16():
+def test_muon_is_torchs_in_bfloat16(monkeypatch):
     """It differs from torch.optim.Muon in nothing but what it iterates in, and goes on from that one's state."""
     generator = torch.Generator().manual_seed(0)
     start, gradients = torch.randn(8, 20, generator=generator), torch.randn(3, 8, 20, generator=generator)
     ours, theirs = (torch.nn.Parameter(start.clone()) for _ in range(2))
     options = {"lr": 0.1, "weight_decay": 0.2}
+    monkeypatch.setattr(muon, "uses_bfloat16", lambda device: True)
     optimizers = [
-        Muon([ours], dtype=torch.bfloat16, **options),
+        Muon([ours], **options),
         torch.optim.Muon([theirs], adjust_lr_fn="match_rms_adamw", **options),
     ]
     for gradient in gradients:

@@ -24,13 +24,11 @@ class Muon(torch.optim.Optimizer):
         params: matrices.
         lr: learning rate, on AdamW's scale.
         weight_decay: decoupled.
-        dtype: of the iterations.
     Source: arXiv 2502.16982, section 2; coefficients and iterations: https://kellerjordan.github.io/posts/muon.
     """
 
-    def __init__(self, params: Iterable[nn.Parameter], lr: float, weight_decay: float, dtype: torch.dtype) -> None:
+    def __init__(self, params: Iterable[nn.Parameter], lr: float, weight_decay: float) -> None:
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
-        self._dtype = dtype
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
@@ -43,9 +41,15 @@ class Muon(torch.optim.Optimizer):
                 if not state:
                     state["momentum_buffer"] = torch.zeros_like(gradient)
                 momentum = state["momentum_buffer"].lerp_(gradient, 1 - MOMENTUM)
-                update = orthogonal(gradient.lerp(momentum, MOMENTUM), self._dtype)
+                dtype = torch.bfloat16 if uses_bfloat16(gradient.device.type) else torch.float32
+                update = orthogonal(gradient.lerp(momentum, MOMENTUM), dtype)
                 parameter.mul_(1 - group["lr"] * group["weight_decay"])
                 parameter.sub_(update, alpha=group["lr"] * RMS_OF_ADAMW * max(parameter.shape) ** 0.5)
+
+
+def uses_bfloat16(device: str) -> bool:
+    """Return whether bfloat16 is faster there: on GPUs, and on CPUs that multiply it in hardware."""
+    return device == "cuda" or torch.cpu._is_avx512_bf16_supported()
 
 
 def orthogonal(matrix: Tensor, dtype: torch.dtype) -> Tensor:

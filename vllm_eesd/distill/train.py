@@ -20,7 +20,7 @@ from vllm_eesd.distill import processes
 from vllm_eesd.distill.config import TrainConfig
 from vllm_eesd.distill.data import TokenData
 from vllm_eesd.distill.losses import build_loss, distillation_loss
-from vllm_eesd.distill.muon import Muon
+from vllm_eesd.distill.muon import Muon, uses_bfloat16
 from vllm_eesd.distill.target import Target
 from vllm_eesd.distill.vocabulary import draft_token_ids
 from vllm_eesd.files import replacing
@@ -192,11 +192,6 @@ def random_block_starts(seq_len: int, seed: tuple[int, ...]) -> Tensor:
     return torch.from_numpy(np.repeat(lengths.cumsum() - lengths, lengths)[:seq_len])
 
 
-def uses_bfloat16(device: str) -> bool:
-    """Return whether autocast to bfloat16 is faster there: on GPUs, and on CPUs that multiply it in hardware."""
-    return device == "cuda" or torch.cpu._is_avx512_bf16_supported()
-
-
 def _step_loss(target: Target, head: nn.Module, config: TrainConfig, device: str) -> Callable[[Tensor, Tensor], Tensor]:
     loss, on_text = build_loss(config.loss, config.jsd_beta), config.loss == "ce_text"
     weight, bias = target.lm_head.weight, target.lm_head.bias
@@ -220,8 +215,7 @@ def _make_optimizers(head: nn.Module, lr: float) -> list[torch.optim.Optimizer]:
     # In 300,000 tokens Muon brought agreement to 0.655 where AdamW, at its best rate, brought it to 0.632.
     matrices = [p for p in head.parameters() if p.ndim == 2]
     others = [p for p in head.parameters() if p.ndim != 2]
-    dtype = torch.bfloat16 if uses_bfloat16(next(head.parameters()).device.type) else torch.float32
     return [
-        Muon(matrices, lr=lr, weight_decay=0.01, dtype=dtype),
+        Muon(matrices, lr=lr, weight_decay=0.01),
         torch.optim.AdamW(others, lr=lr, betas=(0.9, 0.95), weight_decay=0.0),
     ]
