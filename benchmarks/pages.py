@@ -37,7 +37,7 @@ WORKLOADS = {
     "edits": "A held-out function, a change that is asked for, and the first line of the changed function.",
     "mixed": "Held-out, repetitive and random prompts in turn.",
     "same_budget": "Held-out code, drafted for by an exit head, a draft model and an EAGLE head that were trained on "
-    "the same tokens, equally many (`models/make/train_peers.py`); nothing is copied.",
+    "the same tokens, equally many (`models/make/train_drafters.py`); nothing is copied.",
 }
 WORKLOADS |= {f"{name}_sampled": f"{text} Sampled." for name, text in WORKLOADS.items()}
 WORKLOADS |= {

@@ -123,7 +123,7 @@ class EngineSettings:
         if method == "suffix" and find_spec("arctic_inference") is None:
             return "arctic-inference is not installed; `make suffix` builds it"
         if method in TRAINED_PEERS and not (self.peer(method) / "config.json").is_file():
-            return f"{self.peer(method)} holds no model; `models/make/train_peers.py --help` says how to train one"
+            return f"{self.peer(method)} holds no model; `models/make/train_drafters.py --help` says how to train one"
         return None
 
 

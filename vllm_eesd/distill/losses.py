@@ -97,7 +97,14 @@ class _Chunked(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, draft: Tensor, target: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor | None, loss: Loss
+        ctx: Any,
+        draft: Tensor,
+        target: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor | None,
+        loss: Loss,
+        weights: Tensor,
     ) -> Tensor:
         total = draft.new_zeros((), dtype=torch.float32)
         gradients = []
@@ -107,21 +114,27 @@ class _Chunked(torch.autograd.Function):
             log_p = F.linear(target[some], weight, bias).float().log_softmax(-1)
             log_q = F.linear(draft[some], weight, bias).float().log_softmax(-1)
             value, gradient = loss(log_p, log_q, None if labels is None else labels[some])
-            total = total + value.sum()
-            gradients.append(gradient.to(weight.dtype) @ weight)
-        ctx.save_for_backward(torch.cat(gradients).to(draft.dtype) / len(draft))
-        return total / len(draft)
+            total = total + (value * weights[some]).sum()
+            gradients.append((gradient * weights[some, None]).to(weight.dtype) @ weight)
+        ctx.save_for_backward(torch.cat(gradients).to(draft.dtype))
+        return total
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = ctx.saved_tensors
-        return grad_output * gradient, None, None, None, None, None
+        return grad_output * gradient, *[None] * 6
 
 
 def distillation_loss(
-    loss: Loss, draft: Tensor, target: Tensor, weight: Tensor, bias: Tensor | None = None, labels: Tensor | None = None
+    loss: Loss,
+    draft: Tensor,
+    target: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    labels: Tensor | None = None,
+    weights: Tensor | None = None,
 ) -> Tensor:
-    """Return the mean loss per token.
+    """Return the mean loss per token, weighted.
 
     Args:
         loss: of LOSSES, or `jensen_shannon(beta)`.
@@ -130,5 +143,7 @@ def distillation_loss(
         weight: [vocab_size, hidden_size] the LM head both share, frozen.
         bias: [vocab_size] or None.
         labels: [num_tokens] int64, the text's next tokens; only `text_cross_entropy` reads them.
+        weights: [num_tokens] float32, how much each token counts; None: all alike.
     """
-    return _Chunked.apply(draft, target, weight, bias, labels, loss)
+    weights = torch.ones(len(draft), device=draft.device) if weights is None else weights
+    return _Chunked.apply(draft, target, weight, bias, labels, loss, weights / weights.sum())

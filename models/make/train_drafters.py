@@ -1,0 +1,424 @@
+"""Train drafters side by side, on the same batches: exit heads of several shapes, a draft model, an EAGLE head.
+
+    python models/make/pack_text.py --work build/target --tokenizer models/eesd-code-10m
+    python models/make/train_drafters.py train  n1m2 draft_model eagle@2 --work build/drafters     # resumes
+    python models/make/train_drafters.py export n1m2 draft_model eagle@2 --work build/drafters -o build/drafters/models
+
+One forward pass of the target serves all of them, so each costs its own step only and all have seen the same tokens.
+Batches (half text, half the target's own), optimizer and learning rates are those of `eesd distill`; NAME@F learns at F
+times its rate. All keep the target's embedding and LM head, frozen.
+
+- nXmY: an exit head of M = Y layers behind the target's first N = X, forward KL; see `RECIPES` for nXmY:RECIPE.
+- draft_model: a Llama of `DRAFT_LAYERS` layers, started from the target's first ones and its last; forward KL.
+- eagle: one layer as vLLM's EagleLlamaForCausalLM has it, started from the target's last. A position's input is the
+  target's normed output there beside the next token's embedding. EAGLE's loss on features (arXiv 2401.15077) is added
+  to forward KL, and the head is unrolled `UNROLLED` times on its own features, as HASS does (arXiv 2408.15766).
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import re
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+from vllm_eesd.distill.data import TokenData, spaced_windows
+from vllm_eesd.distill.generate import OwnText, continue_windows, own_held_out, sampled_through_vllm
+from vllm_eesd.distill.losses import Loss, distillation_loss, forward_kl, total_variation
+from vllm_eesd.distill.metrics import evaluate
+from vllm_eesd.distill.model import head_config, new_head
+from vllm_eesd.distill.muon import uses_bfloat16
+from vllm_eesd.distill.target import Rotary, Target, load_target
+from vllm_eesd.distill.train import (
+    DEFAULT_LR,
+    TrainConfig,
+    _make_optimizers,
+    _update,
+    learning_rate_scale,
+    random_block_starts,
+)
+from vllm_eesd.exit_head.checkpoint import Prior, write_head
+from vllm_eesd.files import replacing
+
+MODEL = "models/eesd-code-10m"
+#: What the embedded head saw (its card).
+TOKENS = 30_300_000
+BATCH, SEQ_LEN = 16, 512
+#: As many as a draft step of the embedded head runs.
+DRAFT_LAYERS = 3
+UNROLLED = 3
+FEATURE_WEIGHT = 0.1
+SAVE_EVERY_S = 120
+#: A drafter's name: nXmY:RECIPE@FACTOR, draft_model@FACTOR or eagle@FACTOR; recipe and factor may be left out.
+NAME = re.compile(
+    r"(?:n(?P<n>\d+)m(?P<m>\d+)(?::(?P<recipe>\w+))?|(?P<peer>draft_model|eagle))(?:@(?P<factor>\d+(?:\.\d+)?))?"
+)
+#: What may be changed in an exit head's training: (loss in the last `LATE` of the steps, weights by place in a draft).
+RECIPES = {None: (forward_kl, False), "tv": (total_variation, False), "early": (forward_kl, True)}
+LATE = 0.3
+#: A place in a draft weighs exp(-place / FADE) with the recipe `early` (arXiv 2602.06036 weighs so).
+FADE = 4.0
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One forward pass of the target over windows of token ids, and where drafts begin in them.
+
+    Attributes:
+        ids: [num_windows, seq_len] int64.
+        states: what enters each layer of the target, L tensors [num_windows, seq_len, hidden_size].
+        target_hidden: [num_windows, seq_len, hidden_size], its normed output.
+        arguments: what every layer takes beside its input, as `Target.embed` has it.
+        block_starts: [seq_len] int64; see `ExitHead.forward`.
+        late: whether the last `LATE` of the steps are under way.
+    """
+
+    ids: Tensor
+    states: list[Tensor]
+    target_hidden: Tensor
+    arguments: dict[str, Any]
+    block_starts: Tensor
+    late: bool
+
+    @property
+    def rotary(self) -> Rotary:
+        return self.arguments["position_embeddings"]
+
+
+class Head(nn.Module):
+    """An exit head, and the loss it is trained with."""
+
+    def __init__(self, target: Target, exit_layer: int, head_layers: int, recipe: str | None) -> None:
+        super().__init__()
+        self.exit_layer, self.head_layers = exit_layer, head_layers
+        self.late_loss, self.early_weighs_more = RECIPES[recipe]
+        self.head = new_head(target, "last", "deep_context", head_layers)
+
+    def loss(self, target: Target, step: Pass) -> Tensor:
+        """Return the divergence from the target, mean over all positions."""
+        hidden = self.head(step.states[self.exit_layer], step.target_hidden, step.rotary, step.block_starts)
+        weights = None
+        if self.early_weighs_more:
+            places = torch.arange(step.ids.shape[1], device=step.ids.device) - step.block_starts
+            weights = (-places / FADE).exp().repeat(len(step.ids))
+        return _divergence(target, hidden, step.target_hidden, self.late_loss if step.late else forward_kl, weights)
+
+    def export(self, target: Target, directory: Path) -> None:
+        own_target = Target(target.model, self.exit_layer)
+        prior = Prior(alpha=6.0, beta=4.0)  # `eesd calibrate` counts a better one
+        config = head_config(own_target, MODEL, "deep_context", prior, None, self.head_layers)
+        write_head(directory, config, {name: t.to(torch.bfloat16) for name, t in self.head.state_dict().items()})
+
+
+class DraftModel(nn.Module):
+    """Some of the target's layers, and its norm, as a model of their own."""
+
+    def __init__(self, target: Target) -> None:
+        super().__init__()
+        layers = target.model.model.layers
+        chosen = [*range(DRAFT_LAYERS - 1), len(layers) - 1]
+        self.layers = nn.ModuleList(copy.deepcopy(layers[index]) for index in chosen).requires_grad_(True)
+        self.norm = copy.deepcopy(target.model.model.norm).requires_grad_(True)
+
+    def loss(self, target: Target, step: Pass) -> Tensor:
+        """Return forward KL from the target, mean over all positions."""
+        hidden = step.states[0]
+        for layer in self.layers:
+            hidden = layer(hidden, **step.arguments)
+        return _divergence(target, self.norm(hidden), step.target_hidden)
+
+    def export(self, target: Target, directory: Path) -> None:
+        config = LlamaConfig(**{**target.config.to_dict(), "num_hidden_layers": len(self.layers)})
+        model = LlamaForCausalLM(config)
+        tensors = {f"model.{name}": tensor for name, tensor in self.state_dict().items()}
+        tensors["model.embed_tokens.weight"] = target.model.model.embed_tokens.weight
+        model.load_state_dict(tensors, strict=False)  # lm_head is tied
+        model.to(torch.bfloat16).save_pretrained(directory)
+
+
+class EagleHead(nn.Module):
+    """EAGLE's one layer: fc(embedding of the next token, feature of this one), attention and MLP, no norm before it."""
+
+    def __init__(self, target: Target) -> None:
+        super().__init__()
+        size = target.config.hidden_size
+        self.layer = copy.deepcopy(target.model.model.layers[-1]).requires_grad_(True)
+        self.layer.input_layernorm = nn.Identity()
+        self.fc = nn.Linear(2 * size, size, bias=False)
+        with torch.no_grad():
+            self.fc.weight[:, size:] = torch.eye(size)
+            # It predicts normed features, whose scale is not that of the target's last residual stream: start from the
+            # feature itself (KL of the target's copied outputs: hundreds of nats).
+            self.layer.self_attn.o_proj.weight.zero_()
+            self.layer.mlp.down_proj.weight.zero_()
+
+    def forward(self, target: Target, ids: Tensor, target_hidden: Tensor) -> list[Tensor]:
+        """Return the predicted features of every unrolling, [num_windows, seq_len - 1, hidden_size] each.
+
+        Position i predicts the target's feature of i + 1, from that of i and token i + 1. In unrolling n the features
+        of the last n positions are predicted ones.
+        """
+        embedded, arguments = target.embed(ids[:, 1:])
+        rotary = arguments["position_embeddings"]
+        features, keys, values, predictions = target_hidden[:, :-1], [], [], []
+        for _ in range(UNROLLED):
+            hidden = self.fc(torch.cat([embedded, features], dim=-1))
+            query, key, value = self._projected(hidden, rotary)
+            keys.append(key)
+            values.append(value)
+            attended = F.scaled_dot_product_attention(
+                query, torch.cat(keys, dim=2), torch.cat(values, dim=2), attn_mask=unrolled_mask(len(keys), ids)
+            )
+            hidden = hidden + self.layer.self_attn.o_proj(attended.transpose(1, 2).flatten(2))
+            predictions.append(hidden + self.layer.mlp(self.layer.post_attention_layernorm(hidden)))
+            features = torch.cat([target_hidden[:, :1], predictions[-1][:, :-1].detach()], dim=1)
+        return predictions
+
+    def loss(self, target: Target, step: Pass) -> Tensor:
+        """Return the mean over unrollings of forward KL and, weighted, the smooth L1 distance of features."""
+        wanted = step.target_hidden[:, 1:]
+        losses = [
+            _divergence(target, predicted, wanted)
+            + FEATURE_WEIGHT * F.smooth_l1_loss(predicted.float(), wanted.float())
+            for predicted in self(target, step.ids, step.target_hidden)
+        ]
+        return torch.stack(losses).mean()
+
+    def export(self, target: Target, directory: Path) -> None:
+        layer = {name: t for name, t in self.layer.state_dict().items() if not name.startswith("input_layernorm")}
+        tensors = {f"layers.0.{name}": tensor for name, tensor in layer.items()} | {"fc.weight": self.fc.weight}
+        directory.mkdir(parents=True, exist_ok=True)
+        save_file(
+            {name: t.detach().to(torch.bfloat16).contiguous() for name, t in tensors.items()},
+            directory / "model.safetensors",
+        )
+        config = target.config.to_dict() | {"num_hidden_layers": 1, "architectures": ["LlamaForCausalLM"]}
+        _write_json(directory / "config.json", config)
+
+    def _projected(self, hidden: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        attention = self.layer.self_attn
+        projections = (attention.q_proj, attention.k_proj, attention.v_proj)
+        query, key, value = (p(hidden).unflatten(-1, (-1, attention.head_dim)).transpose(1, 2) for p in projections)
+        query, key = apply_rotary_pos_emb(query, key, *rotary)
+        groups = attention.num_key_value_groups
+        return query, key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+
+
+PEERS = {"draft_model": DraftModel, "eagle": EagleHead}
+
+
+def new_drafter(target: Target, name: str) -> nn.Module:
+    """Return what `name` says, untrained.
+
+    Raises:
+        ValueError: it says nothing.
+    """
+    if (match := NAME.fullmatch(name)) is None or match["recipe"] not in RECIPES:
+        raise ValueError(f"{name!r} is no drafter; n1m2, n1m2:tv, n1m2:early, draft_model, eagle, or one with @FACTOR")
+    if match["peer"]:
+        return PEERS[match["peer"]](target)
+    return Head(target, int(match["n"]), int(match["m"]), match["recipe"])
+
+
+def lr_factor(name: str) -> float:
+    return float(NAME.fullmatch(name)["factor"] or 1.0)
+
+
+def unrolled_mask(count: int, ids: Tensor) -> Tensor:
+    """Return which keys a query may see, [seq_len - 1, count * (seq_len - 1)] bool.
+
+    The keys of unrolling n (of `count`, from 0) stand `count - 1 - n` positions before the query; those of the first,
+    which were made of the target's features, also further back.
+    """
+    positions = torch.arange(ids.shape[1] - 1, device=ids.device)
+    back = positions[:, None] - positions
+    masks = [back >= count - 1] + [back == count - 1 - n for n in range(1, count)]
+    return torch.cat(masks, dim=1)
+
+
+def _divergence(
+    target: Target, draft: Tensor, wanted: Tensor, loss: Loss = forward_kl, weights: Tensor | None = None
+) -> Tensor:
+    flat = (draft.flatten(0, 1), wanted.flatten(0, 1))
+    return distillation_loss(loss, *flat, target.lm_head.weight, weights=weights)
+
+
+def train(args: argparse.Namespace) -> None:
+    """Train all of them; written every SAVE_EVERY_S, so that a stopped run goes on where it was."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    target = load_target(MODEL, 0, "cpu")
+    drafters = {name: new_drafter(target, name) for name in args.drafters}
+    args.work.mkdir(parents=True, exist_ok=True)
+    text = [np.memmap(args.data, dtype=np.uint16, mode="r")]
+    own = OwnText(args.own or args.work, target, args.self_generate, SEQ_LEN, [1.0, 0.7], 0)
+    through_vllm = sampled_through_vllm(args.generator, MODEL, text, own)
+    target.to(device)
+    if not through_vllm:
+        own.make(text, "transformers", partial(continue_windows, target))
+    data = TokenData(text, own.windows())
+    config = TrainConfig(steps=args.tokens // (BATCH * SEQ_LEN), batch=BATCH, seq_len=SEQ_LEN)
+    rates = {name: lr_factor(name) * DEFAULT_LR / target.config.hidden_size**0.5 for name in drafters}
+    optimizers = {name: _make_optimizers(drafter.to(device), rates[name]) for name, drafter in drafters.items()}
+    step_losses = _step_losses(target, drafters, device, args.compile)
+    run = _resume(args.work, drafters, optimizers)
+    began, saved = time.monotonic() - run["seconds"], time.monotonic()
+    while run["step"] < config.steps:
+        ids = data.batch_at(run["step"], BATCH, SEQ_LEN, args.seed).to(device)
+        block_starts = random_block_starts(SEQ_LEN, (args.seed, run["step"], 1)).to(device)
+        losses = step_losses(ids, block_starts, run["step"] >= (1 - LATE) * config.steps)
+        for name, drafter in drafters.items():
+            torch.nn.utils.clip_grad_norm_(drafter.parameters(), 1.0)
+            _update(optimizers[name], rates[name] * learning_rate_scale(run["step"], 0.0, config))
+        run |= {"step": run["step"] + 1, "seconds": time.monotonic() - began}
+        run["tokens"] = run["step"] * BATCH * SEQ_LEN
+        run["losses"].append(losses)
+        if run["step"] % 10 == 0:
+            print(f"step {run['step']} of {config.steps}, {run['seconds']:.0f} s: {_mean_losses(run, 10)}", flush=True)
+        if time.monotonic() - saved > SAVE_EVERY_S:
+            _save(args.work, drafters, optimizers, run)
+            saved = time.monotonic()
+    _save(args.work, drafters, optimizers, run)
+
+
+def _step_losses(
+    target: Target, drafters: dict[str, nn.Module], device: str, compiled: bool
+) -> Callable[[Tensor, Tensor, bool], dict[str, float]]:
+    """Return a function that leaves each drafter's gradient in its parameters and returns the losses."""
+
+    @torch.no_grad()
+    def run_target(ids: Tensor) -> tuple[list[Tensor], Tensor]:
+        *states, last = target.layer_inputs(ids)
+        return states, target.model.model.norm(last)
+
+    def loss_of(drafter: nn.Module, step: Pass) -> Tensor:
+        return drafter.loss(target, step)
+
+    if compiled:
+        torch._dynamo.config.recompile_limit = 2 * len(drafters) + 1  # each before and after `late`
+        run_target, loss_of = torch.compile(run_target), torch.compile(loss_of)
+
+    def step_losses(ids: Tensor, block_starts: Tensor, late: bool) -> dict[str, float]:
+        losses = {}
+        with torch.autocast(device, dtype=torch.bfloat16, enabled=uses_bfloat16(device)):
+            _, arguments = target.embed(ids)
+            step = Pass(ids, *run_target(ids), arguments, block_starts, late)
+            for name, drafter in drafters.items():
+                loss = loss_of(drafter, step)
+                loss.backward()
+                losses[name] = round(loss.item(), 4)
+        return losses
+
+    return step_losses
+
+
+@torch.no_grad()
+def export(args: argparse.Namespace) -> None:
+    """Write what vLLM loads, in bfloat16, and `training.json`: how long each was trained, and how well it predicts."""
+    target = load_target(MODEL, 0, "cpu")
+    drafters = {name: new_drafter(target, name) for name in args.drafters}
+    run = _resume(args.work, drafters, None)
+    for name, drafter in drafters.items():
+        directory = args.output / name.partition("@")[0].replace(":", "-")
+        drafter.export(target, directory)
+        kept = {"tokens": run["tokens"], "minutes_together": round(run["seconds"] / 60, 1)}
+        kept |= {"lr_factor": lr_factor(name), "last_loss": _mean_losses(run, 50)[name]}
+        kept["with"] = sorted(run["losses"][-1])
+        _write_json(directory / "training.json", kept)
+        print(f"wrote {directory}: {kept}", flush=True)
+
+
+@torch.no_grad()
+def measure(args: argparse.Namespace) -> None:
+    """Print how well the exit heads predict held-out text and the target's own greedy text."""
+    target = load_target(MODEL, 0, "cpu")
+    drafters = {name: new_drafter(target, name) for name in args.drafters}
+    run = _resume(args.work, drafters, None)
+    held_out = [np.memmap(args.held_out, dtype=np.uint16, mode="r")]
+    text = spaced_windows(held_out, args.windows, SEQ_LEN)
+    greedy, first = own_held_out(target, held_out, args.windows, SEQ_LEN)
+    print(f"{run['tokens']} tokens")
+    for name, drafter in drafters.items():
+        own_target = Target(target.model, drafter.exit_layer)
+        on_text = evaluate(own_target, drafter.head, text)
+        on_greedy = evaluate(own_target, drafter.head, greedy, first - 1)
+        print(
+            f"{name}: loss {_mean_losses(run, 50)[name]}; "
+            f"text: overlap {on_text['overlap']:.4f}, {on_text['expected_matches']:.3f} of 8 match; "
+            f"greedy: agreement {on_greedy['agreement']:.4f}, {on_greedy['expected_matches']:.3f} of 8 match",
+            flush=True,
+        )
+
+
+def _mean_losses(run: dict, count: int) -> dict[str, float]:
+    last = run["losses"][-count:]
+    return {name: round(statistics.fmean(losses[name] for losses in last), 4) for name in last[-1]}
+
+
+def _save(work: Path, drafters: dict[str, nn.Module], optimizers: dict[str, list], run: dict) -> None:
+    state = {"run": run, "drafters": {name: drafter.state_dict() for name, drafter in drafters.items()}}
+    state["optimizers"] = {name: [o.state_dict() for o in own] for name, own in optimizers.items()}
+    with replacing(work / "drafters.pt") as file:
+        torch.save(state, file)
+
+
+def _resume(work: Path, drafters: dict[str, nn.Module], optimizers: dict[str, list] | None) -> dict:
+    """Load what was saved of these drafters, if anything, and return the run's counters."""
+    if not (work / "drafters.pt").exists():
+        if optimizers is None:
+            raise SystemExit(f"{work / 'drafters.pt'}: nothing has been trained there")
+        return {"step": 0, "seconds": 0.0, "tokens": 0, "losses": []}
+    state = torch.load(work / "drafters.pt", map_location="cpu", weights_only=True)
+    if missing := drafters.keys() - state["drafters"].keys():
+        raise SystemExit(f"{work / 'drafters.pt'} holds {sorted(state['drafters'])}, not {sorted(missing)}")
+    for name, drafter in drafters.items():
+        drafter.load_state_dict(state["drafters"][name])
+        for optimizer, saved in zip((optimizers or {}).get(name, []), state["optimizers"][name], strict=False):
+            optimizer.load_state_dict(saved)
+    return state["run"]
+
+
+def _write_json(path: Path, content: dict) -> None:
+    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    for function in (train, export, measure):
+        sub = commands.add_parser(function.__name__, help=function.__doc__)
+        sub.set_defaults(function=function)
+        sub.add_argument("drafters", nargs="+", metavar="DRAFTER", help="nXmY[:RECIPE], draft_model, eagle; @FACTOR")
+        sub.add_argument("--work", type=Path, default=Path("build/drafters"))
+    commands.choices["export"].add_argument("-o", "--output", type=Path, default=Path(MODEL) / "peers")
+    measuring = commands.choices["measure"]
+    measuring.add_argument("--held-out", type=Path, default=Path("build/target/held_out.bin"), help="of pack_text.py")
+    measuring.add_argument("--windows", type=int, default=32)
+    training = commands.choices["train"]
+    training.add_argument("--data", type=Path, default=Path("build/target/train.bin"), help="made by pack_text.py")
+    training.add_argument("--tokens", type=int, default=TOKENS, help="of the whole run, resumed parts included")
+    training.add_argument("--self-generate", type=int, default=2048, help="windows the target writes")
+    training.add_argument("--own", type=Path, help="where they are, or will be (default: --work)")
+    training.add_argument("--generator", default="auto", choices=("auto", "vllm", "transformers"), help="writes them")
+    training.add_argument("--compile", action="store_true", help="torch.compile the step: slow to start")
+    training.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    args.function(args)
+
+
+if __name__ == "__main__":
+    main()
