@@ -31,11 +31,13 @@ from vllm_eesd.distill.model import block_mask, head_config, load_head, new_head
 from vllm_eesd.distill.muon import Muon, orthogonal
 from vllm_eesd.distill.run import run
 from vllm_eesd.distill.target import Target, load_target
-from vllm_eesd.distill.text import text_files
+from vllm_eesd.distill.text import read_traces, text_files
 from vllm_eesd.distill.train import TrainConfig, random_block_starts, train
 from vllm_eesd.exit_head.checkpoint import ExitHeadConfig, Prior, read_tensors, write_head
 
 VOCAB, LAYERS, SEQ_LEN = 64, 4, 32
+#: The token that ends a text.
+END = 0
 # Two float32 implementations of the same sums, over some dozens of terms each.
 FLOAT32_TOLERANCE = 1e-5
 
@@ -87,6 +89,15 @@ def test_cloned_last_layer_is_the_target(model_dir):
         assert abs(same["kl"]) < FLOAT32_TOLERANCE and same["overlap"] == pytest.approx(1, abs=FLOAT32_TOLERANCE)
     shallow = make_target(model_dir, exit_layer=1)
     assert evaluate(shallow, new_head(shallow, "last", "transformer"), windows)["agreement"] < 0.9
+
+
+@pytest.mark.parametrize(("init", "chosen"), [("last", [LAYERS - 2, LAYERS - 1]), ("exit", [1, 2])])
+def test_layers_that_a_head_starts_from(model_dir, init, chosen):
+    target = make_target(model_dir, exit_layer=1)
+    head = new_head(target, init, "deep_context", head_layers=2)
+    for layer, number in zip((head.layer, head.upper[0].layer), chosen, strict=True):
+        theirs = target.model.model.layers[number].state_dict()
+        assert all(torch.equal(tensor, theirs[name]) for name, tensor in layer.state_dict().items())
 
 
 def random_deep_head(target: Target):
@@ -465,6 +476,57 @@ def test_short_texts_are_joined_and_none_is_lost(tmp_path):
     train, held_out = split_held_out(sources, SEQ_LEN)
     assert sum(map(len, train + held_out)) == sum(map(len, sources))
     assert sum(map(len, held_out)) <= 0.06 * sum(map(len, sources))
+
+
+def write_rounds(path: Path, emitted: list[tuple[str, list[int]]]) -> Path:
+    """Write a server's trace of rounds without drafts but what was accepted."""
+    header = {"format": "eesd-rounds", "version": 1}
+    same = {"at_s": 0.0, "copied": False, "batch": 1, "draft_steps_ms": [], "draft_rest_ms": 0.0, "verify_ms": 1.0}
+    same |= {"plain_ms": 1.0, "draft_step_ms": 0.1, "posterior_mean": 0.5, "posterior_interval": [0.1, 0.9]}
+    rounds = [
+        {"request": request, "draft": ids[:-1], "confidences": [0.5] * (len(ids) - 1), "accepted": len(ids) - 1}
+        | {"emitted": ids}
+        | same
+        for request, ids in emitted
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in [header, *rounds]))
+    return path
+
+
+def test_texts_of_traces_are_put_together(tmp_path):
+    """Rounds of requests that ran side by side, one of which ended its text, and a dense trace, which knows prompts."""
+    rounds = [("a", [5, 6]), ("b", [9]), ("a", [7]), ("b", [8, END])]
+    served = write_rounds(tmp_path / "served.jsonl", rounds)
+    header = {"format": "eesd-trace", "version": 2, "model": "m", "workload": "w", "num_speculative_tokens": 1}
+    header |= {"prior": [6.0, 4.0], "costs": {}}
+    request = {"matches": [1], "confidences": [500], "prompt": [1, 2], "emitted": [3, 4]}
+    dense = tmp_path / "dense.jsonl"
+    dense.write_text(json.dumps(header) + "\n" + json.dumps(request) + "\n")
+    config = LlamaConfig(vocab_size=VOCAB, eos_token_id=END)
+    first, second = read_traces(config, [served, dense], at_least=1)
+    assert np.asarray(first).tolist() == [5, 6, 7, END, 9, 8, END] and np.asarray(second).tolist() == [1, 2, 3, 4, END]
+    (both,) = read_traces(config, [served, dense], at_least=10)
+    assert len(both) == len(first) + len(second)
+    refused(lambda: read_traces(config, [tmp_path / "none"], 1), "from_trace", "none", "No such file")
+    write_rounds(served, [])
+    refused(lambda: read_traces(config, [served], 1), "from_trace", "served.jsonl", "no request's text")
+    write_rounds(served, [("a", [VOCAB])])
+    refused(lambda: read_traces(config, [served], 1), "served.jsonl", str(VOCAB))
+
+
+def test_a_head_learns_from_what_was_served(model_dir, text, tmp_path, capsys):
+    """From a head that text was trained on, with no other data than a trace; without text of any kind it is refused."""
+    assert run(make_args(model_dir, text, tmp_path / "before")) == 0
+    target = make_target(model_dir)
+    prompts = torch.randint(0, VOCAB, (40, 4), generator=torch.Generator().manual_seed(1))
+    texts = continue_windows(target, prompts, SEQ_LEN, torch.zeros(40), seed=0)[:, 4:].tolist()
+    served = write_rounds(tmp_path / "served.jsonl", [(str(number), ids) for number, ids in enumerate(texts)])
+    learning = {"data": [], "from_trace": [str(served)], "init": str(tmp_path / "before"), "seq_len": 16}
+    record = str(tmp_path / "out.json")
+    assert run(make_args(model_dir, text, tmp_path / "after", **learning, json=record)) == 0
+    measured = json.loads(Path(record).read_text())
+    assert measured["after"]["text"]["kl"] < measured["before"]["text"]["kl"]
+    refused(lambda: run(make_args(model_dir, text, tmp_path / "x", **learning | {"from_trace": []})), "from_trace")
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.bin"])

@@ -27,7 +27,7 @@ class TrainConfig(BaseModel):
     lr: float | None = Field(
         None, gt=0, allow_inf_nan=False, description="peak learning rate (default: by the target's width)"
     )
-    init: str = Field("last", description="start from the target's last or exit layer, or from another head")
+    init: str = Field("last", description="start from the target's last or exit layers, or from another head")
     loss: Literal["forward_kl", "reverse_kl", "tv", "ce_target", "ce_text", "jsd"] = Field(
         "forward_kl", description="what the head minimises"
     )
@@ -55,7 +55,11 @@ class DistillConfig(TrainConfig):
     model: str = Field(description="target: a directory or a Hub id")
     exit_layer: int | Literal["auto"] = Field(description="target layers a draft runs, or auto: as eesd probe chooses")
     data: list[str] = Field(
-        description="text, .py, .jsonl with a `text` a line, .bin token ids; or a directory or Hub data set of text"
+        [],
+        description="text, .py, .jsonl with a `text` a line, .bin token ids; or a directory or Hub data set of text",
+    )
+    from_trace: list[str] = Field(
+        [], description="traces of what was served, whose texts are trained on, with --data or without"
     )
     held_out: list[str] = Field([], description="to measure on; default: windows of --data")
     output: str = Field(description="directory to write the head to")
@@ -72,6 +76,12 @@ class DistillConfig(TrainConfig):
     tensorboard: str | None = Field(None, description="write the losses there (needs tensorboard)")
     work: str | None = Field(None, description="checkpoints to resume from and write to")
     json_: str | None = Field(None, alias="json", description="write the training record")
+
+    @model_validator(mode="after")
+    def _there_is_text(self) -> Self:
+        if not self.data and not self.from_trace:
+            raise ValueError("data is empty, must name files, directories or data sets unless from_trace does")
+        return self
 
     @model_validator(mode="after")
     def _layers_can_be_gathered(self) -> Self:

@@ -156,18 +156,30 @@ def _check_range(path: Path, largest: int, vocab_size: int) -> None:
 
 
 def _tokenised(paths: list[Path], tokenizer: Any, vocab_size: int, at_least: int) -> list[Tokens]:
-    """Return the ids of all texts in the order they came, joined with those after them up to `at_least` tokens.
+    """Return the ids of all texts, joined as `joined` does."""
+    end_of_text = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+
+    def token_ids(path: Path) -> Iterator[list[int]]:
+        for text, is_end in _texts(path):
+            yield tokenizer(text, add_special_tokens=False)["input_ids"] + (end_of_text if is_end else [])
+
+    return joined({path: token_ids(path) for path in paths}, vocab_size, at_least)
+
+
+def joined(sources: dict[Path, Iterator[list[int]]], vocab_size: int, at_least: int) -> list[Tokens]:
+    """Return the ids of all sources in the order they came, joined with those after them up to `at_least` tokens.
 
     They are in one temporary file, mapped, which vanishes with the last part of it; one piece is in memory at a time.
     What is left at the end belongs to the last part, so only a single one can be shorter.
+
+    Raises:
+        ValueError: an id is out of range, or there is no room for them.
     """
     dtype, ends = token_dtype(vocab_size), []
-    end_of_text = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     try:
         with tempfile.TemporaryFile(prefix="eesd-tokens-") as file:
-            for path in paths:
-                for text, is_end in _texts(path):
-                    ids = tokenizer(text, add_special_tokens=False)["input_ids"] + (end_of_text if is_end else [])
+            for path, pieces in sources.items():
+                for ids in pieces:
                     _check_range(path, max(ids, default=0), vocab_size)
                     file.write(np.array(ids, dtype).tobytes())
                 ends.append(file.tell() // dtype.itemsize)

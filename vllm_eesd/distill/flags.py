@@ -28,7 +28,8 @@ def distill(parser: argparse.ArgumentParser) -> None:
     """Flags of `vllm_eesd.distill.run`: the fields of `DistillConfig`."""
     parser.add_argument("model", metavar="MODEL", help=_described("model"))
     _setting(parser, "exit_layer", type=exit_layer, required=True, metavar="N")
-    _setting(parser, "data", nargs="+", required=True, metavar="FILE")
+    _setting(parser, "data", nargs="+", metavar="FILE")
+    _setting(parser, "from_trace", nargs="+", metavar="TRACE")
     _setting(parser, "held_out", nargs="+", metavar="FILE")
     _setting(parser, "self_generate", type=positive, metavar="W")
     _setting(parser, "temperature", type=float, nargs="+", metavar="T")

@@ -25,7 +25,7 @@ from vllm_eesd.distill.model import head_config, new_head
 from vllm_eesd.distill.probe import best_exit_layer, probe
 from vllm_eesd.distill.report import check_writable, command, serve_command, write_json
 from vllm_eesd.distill.target import Target, load_target
-from vllm_eesd.distill.text import check_seq_len, measuring_windows, read_text
+from vllm_eesd.distill.text import check_seq_len, measuring_windows, read_text, read_traces
 from vllm_eesd.distill.train import train
 from vllm_eesd.distill.vocabulary import check_size, end_tokens, most_frequent, restrict, token_shares
 from vllm_eesd.exit_head.checkpoint import ExitHeadConfig, Prior, write_head
@@ -246,9 +246,12 @@ def _read_text(config: DistillConfig, target: Target) -> tuple[list, list]:
     """Return the tokens to train on and those held out."""
     seq_len = config.seq_len
     check_seq_len(target.config, seq_len)
+    at_least = seq_len if config.held_out else tokens_to_split(seq_len)
+    text = read_text(config.model, target.config, config.data, at_least) if config.data else []
+    text += read_traces(target.config, config.from_trace, at_least) if config.from_trace else []
     if not config.held_out:
-        return split_held_out(read_text(config.model, target.config, config.data, tokens_to_split(seq_len)), seq_len)
-    text, held_out = (read_text(config.model, target.config, n, seq_len) for n in (config.data, config.held_out))
+        return split_held_out(text, seq_len)
+    held_out = read_text(config.model, target.config, config.held_out, seq_len)
     return long_enough(text, seq_len, "data"), long_enough(held_out, seq_len, "held_out")
 
 

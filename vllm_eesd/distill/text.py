@@ -12,9 +12,12 @@ from huggingface_hub import snapshot_download
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from vllm_eesd.distill.data import Tokens, long_enough, read_sources, spaced_windows
+from vllm_eesd.distill.data import Tokens, joined, long_enough, read_sources, spaced_windows
 from vllm_eesd.distill.generate import BATCH, continue_windows
 from vllm_eesd.distill.target import Target
+from vllm_eesd.distill.vocabulary import end_tokens
+from vllm_eesd.traces.dense import DenseTrace
+from vllm_eesd.traces.read import read
 
 # Files taken from a directory or a data set: text for sure. Token ids, .bin, must be named one by one.
 TEXT_SUFFIXES = {".jsonl", ".md", ".py", ".rst", ".txt"}
@@ -75,6 +78,40 @@ def read_text(model: str, config: Any, names: Sequence[str | os.PathLike], at_le
     needs_tokenizer = any(path.suffix != ".bin" for path in paths)
     tokenizer = AutoTokenizer.from_pretrained(model) if needs_tokenizer else None
     return read_sources(paths, tokenizer, config.vocab_size, at_least)
+
+
+def read_traces(config: Any, paths: Sequence[str | os.PathLike], at_least: int) -> list[Tokens]:
+    """Return what requests said, as traces hold it: a server's rounds without the prompts, dense traces with them.
+
+    Args:
+        config: the target's.
+        paths: of traces of either format.
+        at_least: tokens that traces are joined up to.
+    Raises:
+        ValueError: a file is no trace, holds no text, or ids the target does not have.
+    """
+    ends = end_tokens(config)
+    found = {Path(path): _traced_texts(path) for path in paths}
+    whole = {path: (ids if ids[-1] in ends else ids + ends[:1] for ids in texts) for path, texts in found.items()}
+    return joined(whole, config.vocab_size, at_least)
+
+
+def _traced_texts(path: str | os.PathLike) -> list[list[int]]:
+    """Return the token ids of each of a trace's requests."""
+    try:
+        trace = read(path)
+    except OSError as error:
+        raise ValueError(f"from_trace: {path}: cannot be read ({error.strerror})") from None
+    if isinstance(trace, DenseTrace):
+        texts = [request.text().tolist() for request in trace.requests]
+    else:
+        by_request: dict[str, list[int]] = {}
+        for round_ in trace:
+            by_request.setdefault(round_["request"], []).extend(round_["emitted"])
+        texts = list(by_request.values())
+    if not (said := [ids for ids in texts if ids]):
+        raise ValueError(f"from_trace: {path}: no request's text in it")
+    return said
 
 
 def measuring_windows(
