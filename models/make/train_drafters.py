@@ -68,8 +68,14 @@ SAVE_EVERY_S = 120
 NAME = re.compile(
     r"(?:n(?P<n>\d+)m(?P<m>\d+)(?::(?P<recipe>\w+))?|(?P<peer>draft_model|eagle))(?:@(?P<factor>\d+(?:\.\d+)?))?"
 )
-#: What may be changed in an exit head's training: (loss in the last `LATE` of the steps, weights by place in a draft).
-RECIPES = {None: (forward_kl, False), "tv": (total_variation, False), "early": (forward_kl, True)}
+#: What may be changed in an exit head's training: (loss in the last `LATE` of the steps, whether a place in a draft
+#: weighs the less the later it is, what it starts from). `on` goes on with the embedded head.
+RECIPES = {
+    None: (forward_kl, False, "last"),
+    "tv": (total_variation, False, "last"),
+    "early": (forward_kl, True, "last"),
+    "on": (forward_kl, False, f"{MODEL}/eesd"),
+}
 LATE = 0.3
 #: A place in a draft weighs exp(-place / FADE) with the recipe `early` (arXiv 2602.06036 weighs so).
 FADE = 4.0
@@ -106,8 +112,8 @@ class Head(nn.Module):
     def __init__(self, target: Target, exit_layer: int, head_layers: int, recipe: str | None) -> None:
         super().__init__()
         self.exit_layer, self.head_layers = exit_layer, head_layers
-        self.late_loss, self.early_weighs_more = RECIPES[recipe]
-        self.head = new_head(target, "last", "deep_context", head_layers)
+        self.late_loss, self.early_weighs_more, init = RECIPES[recipe]
+        self.head = new_head(target, init, "deep_context", head_layers)
 
     def loss(self, target: Target, step: Pass) -> Tensor:
         """Return the divergence from the target, mean over all positions."""
@@ -229,7 +235,7 @@ def new_drafter(target: Target, name: str) -> nn.Module:
         ValueError: it says nothing.
     """
     if (match := NAME.fullmatch(name)) is None or match["recipe"] not in RECIPES:
-        raise ValueError(f"{name!r} is no drafter; n1m2, n1m2:tv, n1m2:early, draft_model, eagle, or one with @FACTOR")
+        raise ValueError(f"{name!r} is no drafter; n1m2, n1m2:tv, n1m2:early, n1m2:on, draft_model, eagle, or one with @FACTOR")
     if match["peer"]:
         return PEERS[match["peer"]](target)
     return Head(target, int(match["n"]), int(match["m"]), match["recipe"])

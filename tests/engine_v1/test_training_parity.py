@@ -164,6 +164,25 @@ def test_parity_notices_a_fill_from_the_wrong_layer(engine, greedy, random_targe
     assert mismatches > 0.1 * compared
 
 
+def test_parity_notices_a_context_without_h_n(engine, greedy, random_target, make_head, prompts, monkeypatch):
+    """Keys and values of verified tokens come from both states."""
+    from vllm_eesd.host.model.exit_head import DeepContextHead
+
+    directory, target, head = make_head("deep_context")
+    load = DeepContextHead.load_tensors
+
+    def load_half(self, tensors, mapper):
+        load(self, tensors, mapper)
+        weight = self.kv_proj.weight
+        weight.data[:, weight.shape[1] // 2 :] = 0
+
+    monkeypatch.setattr(DeepContextHead, "load_tensors", load_half)
+    compared, mismatches = count_mismatches(
+        target, head, prompts, *run(engine, greedy, random_target, prompts, directory)
+    )
+    assert mismatches > 0.1 * compared
+
+
 def test_parity_notices_a_missing_injection(engine, greedy, random_target, make_head, prompts, monkeypatch):
     from vllm_eesd.host.model.exit_head import DeepContextHead, ExitHead
 

@@ -210,6 +210,13 @@ def test_tensors_of_an_mlp_head():
     }
 
 
+def test_a_deep_context_reads_two_hidden_states():
+    plain, deep = expected_shapes(make_config()), expected_shapes(make_config(head_type="deep_context"))
+    (kv_size, hidden) = plain["layer.self_attn.k_proj.weight"]
+    added = {"deep.k_proj.weight": (kv_size, 2 * hidden), "deep.v_proj.weight": (kv_size, 2 * hidden)}
+    assert deep == plain | added | {"deep.inject.weight": (hidden, hidden)}
+
+
 def test_tensors_of_several_layers():
     """Each layer above the first has what that one has, but the injection; a config without the field has 1."""
     one = expected_shapes(make_config(head_type="deep_context"))

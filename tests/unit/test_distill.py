@@ -122,6 +122,15 @@ def test_deep_context_without_a_context_is_the_transformer_head(model_dir):
     assert not torch.allclose(deep(exit_hidden, target_hidden, rotary, two_blocks)[:, 16:], plain[:, 16:], atol=1e-2)
 
 
+def test_a_new_deep_context_head_drafts_as_the_transformer_head(model_dir):
+    """Its first layer knows of the target's output, and makes nothing of it yet."""
+    target = make_target(model_dir)
+    ids = torch.randint(VOCAB, (3, SEQ_LEN), generator=torch.Generator().manual_seed(1))
+    starts = random_block_starts(SEQ_LEN, (0, 0, 1))
+    plain, deep = (new_head(target, "last", kind)(*target(ids), starts) for kind in ("transformer", "deep_context"))
+    torch.testing.assert_close(deep, plain, atol=FLOAT32_TOLERANCE, rtol=0)
+
+
 def test_deep_context_sees_what_a_round_knows(model_dir):
     """The target's output at the bonus token's position and later is not known while drafting."""
     target = make_target(model_dir)
@@ -134,7 +143,7 @@ def test_deep_context_sees_what_a_round_knows(model_dir):
         of_exit, of_target = torch.autograd.grad(output, (exit_hidden, target_hidden), allow_unused=True)
         read = [(g[0].abs().sum(-1) > 0).nonzero().flatten().tolist() for g in (of_exit, of_target)]
         start = int(starts[position])
-        assert read == [list(range(start, position + 1)), list(range(start))]
+        assert read == [list(range(position + 1)), list(range(start))]
 
 
 def test_block_mask_and_starts():

@@ -75,23 +75,35 @@ class HeadlessHead(nn.Module):
 
 
 class DeepContext(nn.Module):
-    """What a layer of a deep-context head has beyond its own tensors: it reads the target's normed output.
+    """What a layer of a deep-context head has beyond its own tensors: it reads what the target made of a token.
 
     Args:
-        inject_size: hidden size, for the layer whose input the target's output is added to; None for the others.
+        attention: of the layer.
+        inject_size: hidden size, for the first layer: the target's output is added to its input, and its projections
+            start as the layer's own, of h_N, as if there were no deep context. None for the others: theirs start as
+            their own too, but of the target's output, which is nearer to what enters them.
     """
 
     def __init__(self, attention: nn.Module, inject_size: int | None = None) -> None:
         super().__init__()
-        self.k_proj = copy.deepcopy(attention.k_proj).requires_grad_(True)
-        self.v_proj = copy.deepcopy(attention.v_proj).requires_grad_(True)
-        if inject_size is not None:
+        is_first = inject_size is not None
+        self.k_proj, self.v_proj = (_widened(own, is_first) for own in (attention.k_proj, attention.v_proj))
+        if is_first:
             self.inject = nn.Linear(inject_size, inject_size, bias=False)
             nn.init.zeros_(self.inject.weight)
 
 
+def _widened(projection: nn.Linear, of_exit_hidden: bool) -> nn.Linear:
+    """Return `projection` of [the target's output, h_N], one of which it does not look at yet."""
+    wide = copy.deepcopy(projection).requires_grad_(True)
+    others = torch.zeros_like(projection.weight)
+    halves = (others, projection.weight) if of_exit_hidden else (projection.weight, others)
+    wide.in_features, wide.weight = 2 * projection.in_features, nn.Parameter(torch.cat(halves, dim=1))
+    return wide
+
+
 class DeepLayer(nn.Module):
-    """One decoder layer that sees verified tokens through the target's last hidden state."""
+    """One decoder layer that sees verified tokens through what the target made of them."""
 
     def __init__(self, layer: nn.Module, inject_size: int | None = None) -> None:
         """Take `layer` over, a copy of the target's."""
@@ -99,27 +111,28 @@ class DeepLayer(nn.Module):
         self.layer = layer
         self.deep = DeepContext(layer.self_attn, inject_size)
 
-    def run(self, hidden: Tensor, target_hidden: Tensor, rotary: Rotary, mask: Tensor) -> Tensor:
+    def run(self, hidden: Tensor, context: Tensor, rotary: Rotary, mask: Tensor) -> Tensor:
         """Return what leaves the layer, [num_windows, seq_len, hidden_size].
 
         Args:
             hidden: [num_windows, seq_len, hidden_size], what enters it.
-            target_hidden, rotary: see `ExitHead.forward`.
+            context: [num_windows, seq_len, 2 * hidden_size], what keys and values of verified tokens come from.
+            rotary: see `ExitHead.forward`.
             mask: see `block_mask`.
         """
         share = getattr(self.layer, "residual_multiplier", 1.0)  # Granite has one
-        hidden = hidden + self._attend(self.layer.input_layernorm(hidden), target_hidden, rotary, mask) * share
+        hidden = hidden + self._attend(self.layer.input_layernorm(hidden), context, rotary, mask) * share
         return hidden + self.layer.mlp(self.layer.post_attention_layernorm(hidden)) * share
 
-    def _attend(self, hidden: Tensor, target_hidden: Tensor, rotary: Rotary, mask: Tensor) -> Tensor:
+    def _attend(self, hidden: Tensor, context: Tensor, rotary: Rotary, mask: Tensor) -> Tensor:
         attention = self.layer.self_attn
         query = _heads(attention.q_proj(hidden), attention.head_dim, getattr(attention, "q_norm", None))
         k_norm = getattr(attention, "k_norm", None)
         key = _heads(attention.k_proj(hidden), attention.head_dim, k_norm)
-        deep_key = _heads(self.deep.k_proj(target_hidden), attention.head_dim, k_norm)
+        deep_key = _heads(self.deep.k_proj(context), attention.head_dim, k_norm)
         query, key = apply_rotary_pos_emb(query, key, *rotary)
         deep_key, _ = apply_rotary_pos_emb(deep_key, deep_key, *rotary)
-        values = (self.deep.v_proj(target_hidden), attention.v_proj(hidden))
+        values = (self.deep.v_proj(context), attention.v_proj(hidden))
         keys = torch.cat([deep_key, key], dim=2)
         values = torch.cat([_heads(value, attention.head_dim) for value in values], dim=2)
         groups = attention.num_key_value_groups
@@ -137,8 +150,8 @@ class DeepContextHead(DeepLayer):
     """Decoder layers that see verified tokens through the target's last hidden state, at no extra draft cost.
 
     Before the round's input token everything is verified, so the target's output there is known: keys and values come
-    from it, by a second projection in every layer, and the output that produced the input token is added to the first
-    layer's input throughout the block. Within the block, a layer's keys and values come from its own input.
+    from it and h_N, by a second projection in every layer, and the output that produced the input token is added to the
+    first layer's input throughout the block. Within the block, a layer's keys and values come from its own input.
     """
 
     head_type = "deep_context"
@@ -153,8 +166,9 @@ class DeepContextHead(DeepLayer):
         """Return the normed hidden state; see `ExitHead.forward`."""
         produced_input = target_hidden[:, (block_starts - 1).clamp(min=0)] * (block_starts > 0)[None, :, None]
         hidden, mask = exit_hidden + self.deep.inject(produced_input), block_mask(block_starts)
+        context = torch.cat([target_hidden, self.layer.input_layernorm(exit_hidden)], dim=-1)
         for layer in (self, *self.upper):
-            hidden = layer.run(hidden, target_hidden, rotary, mask)
+            hidden = layer.run(hidden, context, rotary, mask)
         return self.norm(hidden)
 
 

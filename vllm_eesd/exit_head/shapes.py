@@ -56,8 +56,9 @@ def expected_shapes(config: Head) -> dict[str, tuple[int, ...]]:
         shapes = {f"layer.{name}": shape for name, shape in shapes.items()}
     if config.head_type == "deep_context":
         read_again = ("layer.self_attn.k_proj.", "layer.self_attn.v_proj.")
+        # A bias has one dimension; a weight reads two hidden states side by side.
         shapes |= {
-            name.replace("layer.self_attn", "deep"): shape
+            name.replace("layer.self_attn", "deep"): (shape[0], *(2 * size for size in shape[1:]))
             for name, shape in shapes.items()
             if name.startswith(read_again)
         }

@@ -143,7 +143,7 @@ class DeepLayer(nn.Module):
 
 
 class DeepContextHead(ExitHead):
-    """An exit head whose KV of verified tokens comes from the target's last hidden state, by a second projection.
+    """An exit head whose KV of verified tokens comes from the target's last hidden state and h_N, both normed.
 
     Drafting writes KV from a layer's own input; verification then overwrites it. The normed output that
     produced the round's input token is also added, projected, to the first layer's input in every step of the round.
@@ -173,17 +173,27 @@ class DeepContextHead(ExitHead):
                     kv_proj.weight_loader(getattr(kv_proj, parameter), tensor, projection[0])
 
     def hook_kv_fill(self, target: nn.Module, exit_layer: int) -> None:
-        """Make every forward of the target fill the exit layers' KV just after its last layer ran."""
+        """Make every forward of the target fill the exit layers' KV just after its last layer ran.
+
+        What entered layer `exit_layer` waits for that in a list: the compiler sees where it goes, and keeps it alive.
+        """
+        entered: list[torch.Tensor] = []
+
+        def keep(_layer: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+            normed = self.layer.input_layernorm(summed(*args[1:]))
+            torch.ops.eesd.keep(args[1], normed)
+            entered.append(normed)
 
         def fill(_layer: nn.Module, args: tuple[torch.Tensor, ...], output: tuple | torch.Tensor) -> None:
             hidden_states, residual = output if self._with_residual else (output, None)
             # A new tensor again, and the final norm a second time: its result is out of reach of a hook.
-            normed = target.model.norm(summed(hidden_states, residual))
+            context = torch.cat([target.model.norm(summed(hidden_states, residual)), entered.pop()], dim=-1)
             for filled in (self, *self.upper):
-                key, value = filled.kv_proj(normed)[0].chunk(2, dim=-1)
+                key, value = filled.kv_proj(context)[0].chunk(2, dim=-1)
                 written = torch.zeros_like(key), key.contiguous(), value.contiguous()
                 fill_layer(filled.layer.self_attn, args[0], hidden_states, *written)
 
+        target.model.layers[exit_layer].register_forward_pre_hook(keep)
         target.model.layers[-1].register_forward_hook(fill)
 
     def forward(self, positions: torch.Tensor, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -250,9 +260,12 @@ def load_head(
 
 
 def _kv_projection(attention: nn.Module, vllm_config: VllmConfig) -> QKVParallelLinear:
-    """Return a layer's projection without queries: where there are more ranks than KV heads, several hold one head."""
+    """Return a layer's projection of two hidden states without queries.
+
+    Where there are more ranks than KV heads, several hold one head.
+    """
     return QKVParallelLinear(
-        vllm_config.model_config.hf_text_config.hidden_size,
+        2 * vllm_config.model_config.hf_text_config.hidden_size,
         attention.head_dim,
         total_num_heads=0,
         total_num_kv_heads=attention.total_num_kv_heads,

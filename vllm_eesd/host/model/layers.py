@@ -28,7 +28,7 @@ def run_layer(
     return layer(positions, hidden_states), None
 
 
-def summed(hidden_states: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+def summed(hidden_states: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
     """Return the hidden state; with a residual it is a new tensor."""
     return hidden_states if residual is None else hidden_states + residual
 
