@@ -235,7 +235,8 @@ def new_drafter(target: Target, name: str) -> nn.Module:
         ValueError: it says nothing.
     """
     if (match := NAME.fullmatch(name)) is None or match["recipe"] not in RECIPES:
-        raise ValueError(f"{name!r} is no drafter; n1m2, n1m2:tv, n1m2:early, n1m2:on, draft_model, eagle, or one with @FACTOR")
+        recipes = ", ".join(filter(None, RECIPES))
+        raise ValueError(f"{name!r} is no drafter; nXmY, nXmY:RECIPE ({recipes}), draft_model or eagle, or one with @F")
     if match["peer"]:
         return PEERS[match["peer"]](target)
     return Head(target, int(match["n"]), int(match["m"]), match["recipe"])
