@@ -134,10 +134,10 @@ class Session:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=list(WORKLOADS), help="one workload")
+    parser.add_argument("--only", choices=[*WORKLOADS, SAME_BUDGET], help="one workload")
     parser.add_argument("--quick", action="store_true", help="little, into build/bench instead of benchmarks/results")
     args = parser.parse_args()
-    workloads = {args.only: WORKLOADS[args.only]} if args.only else WORKLOADS
+    workloads = {name: WORKLOADS[name] for name in WORKLOADS if args.only in (None, name)}
     if args.quick:
         workloads = quick_sizes(workloads)
     os.chdir(ROOT)
@@ -154,7 +154,11 @@ def main() -> int:
 
 
 def measure_all(workloads: dict[str, Size], quick: bool, console: Any) -> int:
-    """Measure with engines that are started once; return 1 if eesd's output is not plain's somewhere."""
+    """Measure with engines that are started once; return 1 if eesd's output is not plain's somewhere.
+
+    Args:
+        workloads: none of them measures the same budget alone.
+    """
     settings = EngineSettings(MODEL)
     left_out = {method: reason for method in METHODS if (reason := settings.missing(method)) is not None}
     methods = [method for method in METHODS if method not in left_out and method not in ("plain", *TRAINED_PEERS)]
@@ -162,21 +166,22 @@ def measure_all(workloads: dict[str, Size], quick: bool, console: Any) -> int:
     with ExitStack() as stack:
         progress = stack.enter_context(reporting(console))
         prompts, longest = {}, 0
-        for workload, size in workloads.items():
+        for workload, size in (workloads or {HELD_OUT: WORKLOADS[HELD_OUT]}).items():
             texts = read_prompts(prompt_file(workload, size.prompts))
             _, prompts[workload], length = encode_prompts(MODEL, texts, size.max_tokens, progress)
             longest = max(longest, length)
         plain = stack.enter_context(running_engines(["plain"], settings, longest, progress))
         session = Session(plain, settings, prompts, BUILD if quick else RESULTS, progress)
-        with running_engines(methods, settings, longest, progress) as engines:
-            whole = replace(session, engines=plain | engines)
-            known = {method: about(settings, method, left_out) for method in METHODS}
-            whole.write("methods.json", known | {"exit_head": trained(settings, "exit_head")})
-            failed |= measure_workloads(whole, workloads, console)
-            if HELD_OUT in workloads:
-                console.print(arrival_table(throughput(whole, workloads[HELD_OUT], quick)))
+        known = {method: about(settings, method, left_out) for method in METHODS}
+        session.write("methods.json", known | {"exit_head": trained(settings, "exit_head")})
+        if workloads:
+            with running_engines(methods, settings, longest, progress) as engines:
+                whole = replace(session, engines=plain | engines)
+                failed |= measure_workloads(whole, workloads, console)
+                if HELD_OUT in workloads:
+                    console.print(arrival_table(throughput(whole, workloads[HELD_OUT], quick)))
         apart: list[tuple[EngineSettings, list[str], dict[str, Size]]] = []
-        if HELD_OUT in workloads and (ROOT / BUDGET_HEAD).is_dir():
+        if HELD_OUT in prompts and (ROOT / BUDGET_HEAD).is_dir():
             peers = [peer for peer in TRAINED_PEERS if peer not in left_out]
             apart.append((replace(settings, head=BUDGET_HEAD), ["eesd-head", *peers], OF_SAME_BUDGET))
         if HELD_OUT in workloads:
