@@ -99,7 +99,7 @@ WORKLOADS |= {
 UP_TO_LOOPS = "_up_to_loops"
 WORKLOADS[HELD_OUT + UP_TO_LOOPS] = replace(WORKLOADS[HELD_OUT], batches=(1, 8), up_to_loops=True)
 #: Held-out code once more, drafted for by what was trained on equally many tokens: an exit head and the trained peers.
-SAME_BUDGET, _SIZE = "same_budget", Size(32, (1, 8), 3, head_alone=True, alone=4)
+SAME_BUDGET, _SIZE = "same_budget", Size(16, (1, 8), 3, head_alone=True, alone=3)
 OF_SAME_BUDGET = {
     SAME_BUDGET + UP_TO_LOOPS: replace(_SIZE, up_to_loops=True),
     SAME_BUDGET + SAMPLED: replace(_SIZE, temperature=TEMPERATURE),

@@ -35,7 +35,7 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 8, "prompt_lookup_min": 2,
 #: prompts again and again, and it would draft its own answers from the last time. The rest is vLLM's default.
 SUFFIX = {"method": "suffix", "suffix_decoding_max_cached_requests": 0}
 #: Methods that a trained model drafts for, in a directory of that name; tokens they draft.
-TRAINED_PEERS, PEER_DRAFT_LENGTH = ("draft_model", "eagle"), 4
+TRAINED_PEERS, PEER_DRAFT_LENGTH = ("draft_model", "eagle"), 3
 #: Room after the last token: a round near max_model_len is cut short, and that is not what is measured.
 SPARE_TOKENS = 64
 #: Engines that are started side by side on a CPU, and the time after which the first of them was not refused.
