@@ -446,7 +446,7 @@ def test_peers_are_taken_from_the_targets_directory_and_missed_where_they_are_no
     trained.mkdir(parents=True)
     (trained / "config.json").write_text("{}")
     assert settings.missing("draft_model") is None and settings.missing("eagle") is not None
-    drafts = {"method": "draft_model", "model": str(trained), "num_speculative_tokens": 4}
+    drafts = {"method": "draft_model", "model": str(trained), "num_speculative_tokens": 3}
     assert settings.method_arguments("draft_model") == {"speculative_config": drafts}
     assert EngineSettings("target", peers="elsewhere").peer("eagle") == Path("elsewhere/eagle")
     monkeypatch.setattr(engines, "find_spec", lambda name: None)
