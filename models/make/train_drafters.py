@@ -8,7 +8,7 @@ One forward pass of the target serves all of them, so each costs its own step on
 Batches (half text, half the target's own), optimizer and learning rates are those of `eesd distill`; NAME@F learns at F
 times its rate. All keep the target's embedding and LM head, frozen.
 
-- nXmY: an exit head of M = Y layers behind the target's first N = X, forward KL; see `RECIPES` for nXmY:RECIPE.
+- nXmY: an exit head of M = Y layers after the target's first N = X, forward KL; see `RECIPES` for nXmY:RECIPE.
 - draft_model: a Llama of `DRAFT_LAYERS` layers, started from the target's first ones and its last; forward KL.
 - eagle: one layer as vLLM's EagleLlamaForCausalLM has it, started from the target's last. A position's input is the
   target's normed output there beside the next token's embedding. EAGLE's loss on features (arXiv 2401.15077) is added

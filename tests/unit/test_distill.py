@@ -463,6 +463,12 @@ def test_text_files_are_tokenised(tmp_path):
     assert np.asarray(python).tolist() == [97, 98, 0] and np.asarray(lines).tolist() == [99, 0, 100, 0]
 
 
+def test_a_file_named_twice_counts_twice(tmp_path):
+    (tmp_path / "a.py").write_text("ab")
+    (twice,) = read_sources([tmp_path / "a.py"] * 2, ByteTokenizer(), 256, at_least=6)
+    assert np.asarray(twice).tolist() == [97, 98, 0] * 2
+
+
 def open_files():
     """(number, file) of every file this process has open."""
     found = set()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -163,10 +163,10 @@ def _tokenised(paths: list[Path], tokenizer: Any, vocab_size: int, at_least: int
         for text, is_end in _texts(path):
             yield tokenizer(text, add_special_tokens=False)["input_ids"] + (end_of_text if is_end else [])
 
-    return joined({path: token_ids(path) for path in paths}, vocab_size, at_least)
+    return joined([(path, token_ids(path)) for path in paths], vocab_size, at_least)
 
 
-def joined(sources: dict[Path, Iterator[list[int]]], vocab_size: int, at_least: int) -> list[Tokens]:
+def joined(sources: Iterable[tuple[Path, Iterable[list[int]]]], vocab_size: int, at_least: int) -> list[Tokens]:
     """Return the ids of all sources in the order they came, joined with those after them up to `at_least` tokens.
 
     They are in one temporary file, mapped, which vanishes with the last part of it; one piece is in memory at a time.
@@ -178,7 +178,7 @@ def joined(sources: dict[Path, Iterator[list[int]]], vocab_size: int, at_least: 
     dtype, ends = token_dtype(vocab_size), []
     try:
         with tempfile.TemporaryFile(prefix="eesd-tokens-") as file:
-            for path, pieces in sources.items():
+            for path, pieces in sources:
                 for ids in pieces:
                     _check_range(path, max(ids, default=0), vocab_size)
                     file.write(np.array(ids, dtype).tobytes())

@@ -91,8 +91,9 @@ def read_traces(config: Any, paths: Sequence[str | os.PathLike], at_least: int) 
         ValueError: a file is no trace, holds no text, or ids the target does not have.
     """
     ends = end_tokens(config)
-    found = {Path(path): _traced_texts(path) for path in paths}
-    whole = {path: (ids if ids[-1] in ends else ids + ends[:1] for ids in texts) for path, texts in found.items()}
+    whole = [
+        (Path(path), [ids if ids[-1] in ends else ids + ends[:1] for ids in _traced_texts(path)]) for path in paths
+    ]
     return joined(whole, config.vocab_size, at_least)
 
 
