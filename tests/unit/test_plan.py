@@ -8,15 +8,15 @@ from synthetic import SPREADS, synthetic_trace
 from vllm_eesd import cli
 from vllm_eesd.simulate.roofline import GPUS, Roofline, Shape, costs_of
 from vllm_eesd.simulate.world import World
-from vllm_eesd.traces.dense import DenseTrace, write
+from vllm_eesd.traces.dense import DenseTrace, DraftLayers, write
 
 LLAMA_70B = Shape.of(80, 8192, 128256)
 
 
-def trace(tmp_path):
-    made = synthetic_trace(SPREADS["medium"], 0.8, num_requests=4, num_tokens=80)
-    path = tmp_path / "trace.jsonl.gz"
-    write(path, DenseTrace(made.model, "synthetic", 8, {}, made.requests))
+def trace(tmp_path, name="trace", acceptances=SPREADS["medium"], layers=None):
+    made = synthetic_trace(acceptances, 0.8, num_requests=4, num_tokens=80)
+    path = tmp_path / f"{name}.jsonl.gz"
+    write(path, DenseTrace(made.model, "synthetic", 8, {}, made.requests, layers=layers))
     return str(path)
 
 
@@ -85,8 +85,38 @@ def test_the_command_plans(tmp_path, capsys):
     alone, crowded = plan["rows"]
     assert 1.2 < alone["speedup"] < 4 and alone["fits"] and not crowded["fits"]
     assert alone["best_fixed"] > crowded["best_fixed"]
-    assert plan["exit_layer"] == 4 and plan["head_layers"] == 2
+    assert alone["exit_layer"] == 4 and alone["head_layers"] == 2
     assert "NVIDIA H200" in (printed := capsys.readouterr().out) and "upper bound" in printed
+
+
+def test_of_several_heads_it_says_which_to_train(tmp_path, capsys):
+    """N is as deep as it was recorded; what drafts better for more layers wins where layers cost least."""
+    shallow = trace(tmp_path, "shallow", (0.2,), DraftLayers(exit=0, head=1, target=12))
+    deep = trace(tmp_path, "deep", (0.9,), DraftLayers(exit=1, head=2, target=12))
+    out = tmp_path / "plan.json"
+    sizes = ["--layers", "32", "--hidden", "4096", "--vocab", "128256", "--batch", "1,8", "--gpu", "h100"]
+    assert cli.main(["plan", *sizes, "--trace", shallow, deep, "--draft-vocab", "32k", "--json", str(out)]) == 0
+    rows = json.loads(out.read_text())["rows"]
+    assert [(row["batch"], row["exit_layer"], row["head_layers"]) for row in rows] == [
+        (1, 0, 1),
+        (1, 3, 2),
+        (8, 0, 1),
+        (8, 3, 2),
+    ]
+    assert rows[1]["head_speedup"] > rows[0]["head_speedup"] and rows[1]["draft_step_ms"] > 2 * rows[0]["draft_step_ms"]
+    train = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("train: "))
+    assert train.startswith("train: --exit-layer 3 --head-layers 2 for batch 1 (")
+    whole = Roofline(Shape.of(32, 4096, 128256), 3, 2, GPUS["h100"])
+    assert rows[1]["draft_step_ms"] < whole.draft_step_ms(1)
+
+
+def test_a_draft_vocabulary_costs_its_rows():
+    whole, part = (Roofline(LLAMA_70B, 0, 1, GPUS["h200"], draft_vocab=v) for v in (None, 32064))
+    saved = whole.draft_step_ms(1) - part.draft_step_ms(1)
+    assert saved == pytest.approx((128256 - 32064) * 8192 * 2 / 4.8e12 * 1e3)
+    assert part.verify_ms(4, 4) == whole.verify_ms(4, 4)
+    # A parallel drafter's seven tokens in one pass: the weights are read once.
+    assert part.draft_step_ms(1, 7) == pytest.approx(part.draft_step_ms(1), rel=0.01)
 
 
 @pytest.mark.parametrize(
@@ -99,6 +129,7 @@ def test_the_command_plans(tmp_path, capsys):
         (["--gpu", "h200", "--reached", "1.5"], "--reached 1.5 is not allowed"),
         (["--gpu", "h200", "--step-overhead-ms", "-1"], "overheads are not allowed to be below 0"),
         (["--gpu", "measured"], "--gpu 'measured' is not known; allowed: a100"),
+        (["--gpu", "h200", "--draft-vocab", "200k"], "--draft-vocab 200000 is more than the vocabulary, 128256"),
         (["--gpu", "h200", "--model", "/nowhere"], "config.json cannot be used"),
         (["--gpu", "h200", "--policy", "luck"], "policy='luck' is not valid"),
     ],
@@ -108,6 +139,12 @@ def test_mistakes_are_one_line(tmp_path, flags, complaint, capsys):
     assert cli.main(["plan", *sizes, "--trace", trace(tmp_path), *flags]) == 2
     error = capsys.readouterr().err
     assert complaint in error and error.count("\n") == 1
+
+
+def test_what_drafted_must_be_known(tmp_path, capsys):
+    sizes = ["--layers", "80", "--hidden", "8192", "--vocab", "128256", "--batch", "1", "--gpu", "h200"]
+    assert cli.main(["plan", *sizes, "--trace", trace(tmp_path)]) == 2
+    assert "does not say what drafted" in capsys.readouterr().err
 
 
 def test_without_sizes_the_missing_one_is_named(tmp_path, capsys):

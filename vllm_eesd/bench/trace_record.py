@@ -7,12 +7,12 @@ from pathlib import Path
 
 import numpy as np
 
-from vllm_eesd.bench.engines import EngineSettings, encode_prompts, running_engines
+from vllm_eesd.bench.engines import EngineSettings, encode_prompts, load_target, running_engines
 from vllm_eesd.bench.latency import check_sizes, open_console, reporting
 from vllm_eesd.bench.prompts import read_prompts
 from vllm_eesd.bench.vllm_engine import VllmEngine
 from vllm_eesd.exit_head.checkpoint import ExitHeadConfig
-from vllm_eesd.traces.dense import DenseTrace, RequestTrace, write
+from vllm_eesd.traces.dense import DenseTrace, DraftLayers, RequestTrace, write
 
 #: Draft lengths whose steps are timed; the cost model interpolates between them.
 TIMED_LENGTHS = (0, 1, 2, 3, 4, 6, 8)
@@ -31,11 +31,12 @@ def run(args: argparse.Namespace) -> int:
     settings = EngineSettings(
         args.model, args.head, num_speculative_tokens=depth, temperature=args.temperature, **TO_THE_END
     )
-    prior = ExitHeadConfig.load(args.head or Path(args.model) / "eesd").prior
+    head = ExitHeadConfig.load(args.head or Path(args.model) / "eesd")
     texts = read_prompts(args.prompts)
     check_sizes(len(texts), args.batch, max_tokens=args.max_tokens)
     console = open_console()
     with reporting(console) as progress:
+        target, _ = load_target(settings.model, progress)
         _, prompts, max_model_len = encode_prompts(settings.model, texts, args.max_tokens, progress)
         with running_engines(["eesd"], settings, max_model_len, progress) as engines:
             engine = engines["eesd"]
@@ -49,7 +50,9 @@ def run(args: argparse.Namespace) -> int:
             recorded = engine.ask("eesd_take_dense")
     requests = [RequestTrace(**{name: np.array(values) for name, values in found.items()}) for found in recorded]
     name = Path(args.model).resolve().name if Path(args.model).exists() else args.model
-    write(args.output, DenseTrace(name, args.workload, depth, costs, requests, (prior.alpha, prior.beta)))
+    layers = DraftLayers(head.exit_layer, head.head_layers, target.get_text_config().num_hidden_layers)
+    prior = head.prior.alpha, head.prior.beta
+    write(args.output, DenseTrace(name, args.workload, depth, costs, requests, prior, layers))
     matches = np.concatenate([request.matches for request in requests])
     console.print(f"wrote {args.output}: {len(matches)} positions, {matches.mean():.2f} of {depth} drafts match")
     console.print(f"next: eesd simulate {args.output}", soft_wrap=True)

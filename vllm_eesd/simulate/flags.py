@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from vllm_eesd.flags import policy, positive, positive_list, positive_real, words
+from vllm_eesd.flags import policy, positive, positive_list, positive_real, thousands, words
 
 
 def simulate(parser: argparse.ArgumentParser) -> None:
@@ -20,10 +20,21 @@ def simulate(parser: argparse.ArgumentParser) -> None:
 
 def plan(parser: argparse.ArgumentParser) -> None:
     """Flags of `vllm_eesd.simulate.plan`."""
-    parser.add_argument("--trace", required=True, metavar="TRACE", help="dense trace, made by `eesd trace-record`")
+    parser.add_argument(
+        "--trace",
+        required=True,
+        nargs="+",
+        metavar="TRACE",
+        help="dense traces of heads to compare, of `eesd trace-record`",
+    )
     parser.add_argument("--gpu", required=True, metavar="G", help="a100, b200, h100, h200, l4 or l40s")
-    parser.add_argument("--exit-layer", type=int, required=True, metavar="N", help="target layers a draft runs")
-    parser.add_argument("--head-layers", type=positive, default=1, metavar="M", help="the exit head's (default 1)")
+    parser.add_argument(
+        "--exit-layer", type=int, metavar="N", help="target layers a draft runs (default: as deep as the trace's)"
+    )
+    parser.add_argument(
+        "--head-layers", type=positive, metavar="M", help="the exit head's (default: the trace's, or 1)"
+    )
+    parser.add_argument("--draft-vocab", type=thousands, metavar="V", help="rows of the LM head a draft multiplies")
     parser.add_argument("--headless", action="store_true", help="without an exit layer after them")
     parser.add_argument("--model", metavar="DIR", help="read the target's sizes from its config.json")
     for size, text in (

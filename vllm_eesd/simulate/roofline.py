@@ -15,7 +15,7 @@ take longer, and short ones (a draft step) suffer more. What is known of that is
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -149,6 +149,7 @@ class Roofline:
         step_overhead_ms, draft_overhead_ms: what a roofline cannot know, added to every engine step and draft step.
         round_overhead_ms: the same of a round that drafts, in addition to its draft steps.
         verify_overhead_ms: of a step that verifies drafts, in addition to running them through the target.
+        draft_vocab: rows of the LM head that a draft step multiplies; None: the whole vocabulary.
     """
 
     shape: Shape
@@ -163,26 +164,31 @@ class Roofline:
     draft_overhead_ms: float = 0.0
     round_overhead_ms: float = 0.0
     verify_overhead_ms: float = 0.0
+    draft_vocab: int | None = None
 
     def verify_ms(self, num_reqs: int, num_drafts: int) -> float:
         """Return the time of a target step over one token of each request and `num_drafts` drafts in all."""
         own = self.step_overhead_ms + (self.verify_overhead_ms if num_drafts else 0.0)
-        return self._forward_ms(self.shape.layers, num_reqs, num_reqs + num_drafts) + own
+        return self._forward_ms(self.shape, self.shape.layers, num_reqs, num_reqs + num_drafts) + own
 
-    def draft_step_ms(self, num_reqs: int) -> float:
-        return self._forward_ms(self.exit_layer + self.head_layers, num_reqs, num_reqs) + self.draft_overhead_ms
+    def draft_step_ms(self, num_reqs: int, tokens_each: int = 1) -> float:
+        """Return the time of a draft step; a parallel drafter's one step runs `tokens_each` tokens of each request."""
+        drafting = replace(self.shape, vocab=self.draft_vocab or self.shape.vocab)
+        layers = self.exit_layer + self.head_layers
+        return self._forward_ms(drafting, layers, num_reqs, num_reqs * tokens_each) + self.draft_overhead_ms
 
-    def _forward_ms(self, layers: int, num_reqs: int, tokens: int) -> float:
+    def _forward_ms(self, shape: Shape, layers: int, num_reqs: int, tokens: int) -> float:
         bandwidth, peak = self.gpu.bandwidth_tb_s * 1e12, self.gpu.tflops[self.dtype] * 1e12
-        work = self.shape.work(layers, num_reqs, tokens, self.context, self.dtype)
+        work = shape.work(layers, num_reqs, tokens, self.context, self.dtype)
         seconds = sum(max(num_bytes / bandwidth, flops / peak) for num_bytes, flops in work) / self.tp
-        sent = (self.tp - 1) / self.tp * tokens * (layers * 4 * self.shape.hidden + self.shape.vocab) * SENT_BYTES
+        sent = (self.tp - 1) / self.tp * tokens * (layers * 4 * shape.hidden + shape.vocab) * SENT_BYTES
         seconds += sent / (self.gpu.link_gb_s / 2 * 1e9)  # what is printed counts both directions
         return 1e3 * seconds / self.reached
 
     def memory_gb(self, num_reqs: int) -> float:
         """Return what one device holds: weights and the KV of so many requests, the exit head's included."""
-        weights = (self.shape.weights + self.head_layers * self.shape.layer_weights) * WEIGHT_BYTES[self.dtype]
+        drafting = self.head_layers * self.shape.layer_weights + (self.draft_vocab or 0) * self.shape.hidden
+        weights = (self.shape.weights + drafting) * WEIGHT_BYTES[self.dtype]
         kv = num_reqs * self.context * (self.shape.layers + self.head_layers) * self.shape.kv_bytes
         return (weights + kv) / self.tp / 1e9
 

@@ -3,10 +3,10 @@
 A file holds JSON lines, compressed if its name ends in .gz. The first is the header:
 
     {"format": "eesd-trace", "version": 2, "model": ..., "workload": ..., "num_speculative_tokens": K,
-     "prior": [alpha, beta], "costs": {...}}
+     "prior": [alpha, beta], "layers": {"exit": N, "head": M, "target": L}, "costs": {...}}
 
-with `model` the target's name, whose tokenizer spells the ids, `prior` the exit head's and `costs` as
-`vllm_eesd.policy.costs.CostModel.state` gives them; the last two may be left out. Every further line is a request:
+with `model` the target's name, whose tokenizer spells the ids, `prior` and `layers` the exit head's and `costs` as
+`vllm_eesd.policy.costs.CostModel.state` gives them; the last three may be left out. Every further line is a request:
 
     {"matches": [T numbers], "confidences": [T * K numbers], "prompt": [token ids], "emitted": [T or more token ids]}
 
@@ -22,7 +22,7 @@ import gzip
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Annotated, Any
 
 import numpy as np
@@ -69,6 +69,21 @@ class RequestTrace:
         return np.concatenate([self.prompt, self.emitted]).astype(np.int32)
 
 
+@pydantic_dataclass(frozen=True, config=ConfigDict(strict=True))
+class DraftLayers:
+    """How many layers drafted, and of how many.
+
+    Attributes:
+        exit: N, the target's layers that a draft step ran.
+        head: M, the exit head's behind them.
+        target: all layers of the target.
+    """
+
+    exit: Annotated[int, Field(ge=0)]
+    head: Annotated[int, Field(ge=0)]
+    target: Annotated[int, Field(ge=1)]
+
+
 @pydantic_dataclass(frozen=True, config=ConfigDict(strict=True, allow_inf_nan=False, arbitrary_types_allowed=True))
 class DenseTrace:
     """A recorded workload; all but its requests are the file's header.
@@ -80,6 +95,7 @@ class DenseTrace:
         costs: `CostModel.state()` of the recording, or empty.
         requests: in the order they were served.
         prior: alpha and beta that a request's posterior starts from.
+        layers: what drafted; None where that was not recorded.
     """
 
     model: str
@@ -88,6 +104,7 @@ class DenseTrace:
     costs: dict[str, Any] = Field(default_factory=dict)
     requests: list[RequestTrace] = Field(default_factory=list)
     prior: tuple[PositiveFloat, PositiveFloat] = (1.0, 1.0)
+    layers: DraftLayers | None = None
 
 
 class DenseRecorder:
@@ -240,6 +257,7 @@ def _array(name: str, values: list[int], highest: int, dtype: type[np.generic]) 
 def write(path: str | os.PathLike, trace: DenseTrace) -> None:
     """Write a trace; compressed if the name ends in .gz, the same bytes for the same trace."""
     fields = {name: getattr(trace, name) for name in ("model", "workload", "num_speculative_tokens", "prior", "costs")}
+    fields |= {} if trace.layers is None else {"layers": asdict(trace.layers)}
     lines: list[dict[str, Any]] = [{"format": FORMAT, "version": VERSION, **fields}]
     for request in trace.requests:
         confidences = (request.confidences * SCALE).round().astype(int)
