@@ -447,7 +447,8 @@ def test_peers_are_taken_from_the_targets_directory_and_missed_where_they_are_no
     (trained / "config.json").write_text("{}")
     assert settings.missing("draft_model") is None and settings.missing("eagle") is not None
     drafts = {"method": "draft_model", "model": str(trained), "num_speculative_tokens": 3}
-    assert settings.method_arguments("draft_model") == {"speculative_config": drafts}
+    drafts |= {"draft_sample_method": "probabilistic"}
+    assert settings.method_arguments("draft_model")["speculative_config"] == drafts
     assert EngineSettings("target", peers="elsewhere").peer("eagle") == Path("elsewhere/eagle")
     monkeypatch.setattr(engines, "find_spec", lambda name: None)
     assert settings.missing("suffix") == "arctic-inference is not installed; `make suffix` builds it"
@@ -455,7 +456,7 @@ def test_peers_are_taken_from_the_targets_directory_and_missed_where_they_are_no
     assert settings.missing("suffix") is None
     # With a cache of past answers it would draft, from the second round on, what it said in the first.
     alone = {"method": "suffix", "suffix_decoding_max_cached_requests": 0}
-    assert settings.method_arguments("suffix") == {"speculative_config": alone}
+    assert settings.method_arguments("suffix")["speculative_config"] == alone
     assert [settings.missing(method) for method in ("plain", "eesd", "ngram")] == [None] * 3
 
 

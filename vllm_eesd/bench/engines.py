@@ -34,7 +34,8 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 8, "prompt_lookup_min": 2,
 #: Needs arctic-inference, which is built from source. What it generated before is not kept: a measurement asks the same
 #: prompts again and again, and it would draft its own answers from the last time. The rest is vLLM's default.
 SUFFIX = {"method": "suffix", "suffix_decoding_max_cached_requests": 0}
-#: Methods that a trained model drafts for, in a directory of that name; tokens they draft.
+#: Methods that a trained model drafts for, in a directory of that name; tokens they draft. Where a request samples they
+#: draw their drafts, which vLLM by default does not.
 TRAINED_PEERS, PEER_DRAFT_LENGTH = ("draft_model", "eagle"), 3
 #: Room after the last token: a round near max_model_len is cut short, and that is not what is measured.
 SPARE_TOKENS = 64
@@ -109,10 +110,11 @@ class EngineSettings:
                 settings = replace(self, policy_args={**self.policy_args, "ngram": False})
             return {"speculative_config": settings.eesd_config(), "worker_extension_cls": WORKER_EXTENSION}
         if method in TRAINED_PEERS:
-            config = {"method": method, "model": str(self.peer(method)), "num_speculative_tokens": PEER_DRAFT_LENGTH}
-            return {"speculative_config": config}
-        config = {"ngram": NGRAM, "suffix": SUFFIX}.get(method)
-        return {} if config is None else {"speculative_config": dict(config)}
+            config = {"method": method, "model": str(self.peer(method)), "draft_sample_method": "probabilistic"}
+            config["num_speculative_tokens"] = PEER_DRAFT_LENGTH
+        elif (config := {"ngram": NGRAM, "suffix": SUFFIX}.get(method)) is None:
+            return {}
+        return {"speculative_config": dict(config), "worker_extension_cls": WORKER_EXTENSION}
 
     def peer(self, method: str) -> Path:
         """Return the directory of a trained peer's model."""
@@ -215,6 +217,8 @@ def running_engines(
             for method in outcomes.keys() - failed.keys():
                 engines[method] = VllmEngine(outcomes[method], method in OURS, settings.temperature)
                 stack.callback(engines[method].close)
+                if method not in ("plain", *OURS):
+                    engines[method].ask("eesd_mend_sampling")
             for method, error in failed.items():
                 if debugging():
                     raise error

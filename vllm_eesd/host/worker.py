@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
+from vllm_eesd.host import seams
+from vllm_eesd.host.plugin import seams_of
 from vllm_eesd.host.round_setup import build_policy_of
+from vllm_eesd.host.v1.seams import MENDED
 from vllm_eesd.traces.dense import DenseRecorder
 
 
@@ -26,6 +29,18 @@ class WorkerExtension:
     def eesd_reset_stats(self) -> None:
         """Start counting from zero."""
         self._drafter.stats.reset()
+
+    def eesd_mend_sampling(self) -> None:
+        """Have vLLM's own methods verify sampled drafts as EESD's are verified on this platform: for comparisons.
+
+        Raises:
+            RuntimeError: vLLM's code there is not what the mend was written for; nothing was changed.
+        """
+        mends = [seam for seam in seams_of("worker, V1") if seam.target in MENDED]
+        if misfits := [status for status in seams.check_all(mends) if not status.ok]:
+            raise RuntimeError(f"eesd: {misfits[0].target} {misfits[0].reason}")
+        for mend in mends:
+            seams.install(mend)
 
     def eesd_use_policy(self, name: str) -> None:
         """Choose draft lengths by another policy from now on; one that was used before goes on with what it learned.
