@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vllm_eesd.distill.muon import uses_bfloat16
+
 # torch's launcher describes its processes by these; an engine that saw them would join those.
 LAUNCHER_VARIABLES = (
     "RANK",
@@ -121,9 +123,12 @@ def main(model: str, seq_len: int) -> int:
     try:
         from vllm import LLM, SamplingParams
 
+        on_cpu = not torch.cuda.is_available()
+        options = {"distributed_executor_backend": "uni", "disable_log_stats": True}
         # Compiling takes minutes and a CPU wins little by it.
-        eager = not torch.cuda.is_available()
-        options = {"enforce_eager": eager, "distributed_executor_backend": "uni", "disable_log_stats": True}
+        options["enforce_eager"] = on_cpu
+        if on_cpu and not uses_bfloat16("cpu"):
+            options["dtype"] = "float32"  # a CPU that emulates bfloat16 takes three times as long in it
         # A prompt in pieces has samples to discard, for which vLLM 0.32 sets a CPU generator back: it cannot be.
         options["enable_chunked_prefill"] = False
         llm = LLM(model, max_model_len=seq_len, skip_tokenizer_init=True, **options)
