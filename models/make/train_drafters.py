@@ -8,7 +8,7 @@ One forward pass of the target serves all of them, so each costs its own step on
 Batches (half text, half the target's own), optimizer and learning rates are those of `eesd distill`; NAME@F learns at F
 times its rate. All keep the target's embedding and LM head, frozen.
 
-- nXmY: an exit head of M = Y layers after the target's first N = X, forward KL; see `RECIPES` for nXmY:RECIPE.
+- nXmY: an exit head of M = Y layers after the target's first N = X, forward KL; see `RECIPES` for nXmY:RECIPES.
 - draft_model: a Llama of `DRAFT_LAYERS` layers, started from the target's first ones and its last; forward KL.
 - eagle: one layer as vLLM's EagleLlamaForCausalLM has it, started from the target's last. A position's input is the
   target's normed output there beside the next token's embedding. EAGLE's loss on features (arXiv 2401.15077) is added
@@ -24,7 +24,7 @@ import re
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,11 +37,12 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
+from vllm_eesd.config import LONGEST_DRAFT
 from vllm_eesd.distill.data import TokenData, spaced_windows
 from vllm_eesd.distill.generate import OwnText, continue_windows, own_held_out, sampled_through_vllm
 from vllm_eesd.distill.losses import Loss, distillation_loss, forward_kl, total_variation
 from vllm_eesd.distill.metrics import evaluate
-from vllm_eesd.distill.model import head_config, new_head
+from vllm_eesd.distill.model import DeepContextHead, head_config, new_head
 from vllm_eesd.distill.muon import uses_bfloat16
 from vllm_eesd.distill.target import Rotary, Target, load_target
 from vllm_eesd.distill.train import (
@@ -64,17 +65,17 @@ DRAFT_LAYERS = 3
 UNROLLED = 3
 FEATURE_WEIGHT = 0.1
 SAVE_EVERY_S = 120
-#: A drafter's name: nXmY:RECIPE@FACTOR, draft_model@FACTOR or eagle@FACTOR; recipe and factor may be left out.
+#: A drafter's name: nXmY:RECIPES@FACTOR, draft_model@FACTOR or eagle@FACTOR; recipes and factor may be left out.
 NAME = re.compile(
-    r"(?:n(?P<n>\d+)m(?P<m>\d+)(?::(?P<recipe>\w+))?|(?P<peer>draft_model|eagle))(?:@(?P<factor>\d+(?:\.\d+)?))?"
+    r"(?:n(?P<n>\d+)m(?P<m>\d+)(?::(?P<recipes>[\w+]+))?|(?P<peer>draft_model|eagle))(?:@(?P<factor>\d+(?:\.\d+)?))?"
 )
-#: What may be changed in an exit head's training: (loss in the last `LATE` of the steps, whether a place in a draft
-#: weighs the less the later it is, what it starts from). `on` goes on with the embedded head.
+#: What may be changed in an exit head's training; several are joined by "+".
 RECIPES = {
-    None: (forward_kl, False, "last"),
-    "tv": (total_variation, False, "last"),
-    "early": (forward_kl, True, "last"),
-    "on": (forward_kl, False, f"{MODEL}/eesd"),
+    "tv": "total variation in the last `LATE` of the steps, forward KL before",
+    "early": "a place in a draft weighs the less the later it is",
+    "rounds": "in the last `LATE` of the steps a draft begins where the head's last one went wrong",
+    "middle": "keys and values of verified tokens read what enters the target's middle layer too; vLLM cannot run it",
+    "on": "goes on with the embedded head",
 }
 LATE = 0.3
 #: A place in a draft weighs exp(-place / FADE) with the recipe `early` (arXiv 2602.06036 weighs so).
@@ -90,7 +91,7 @@ class Pass:
         states: what enters each layer of the target, L tensors [num_windows, seq_len, hidden_size].
         target_hidden: [num_windows, seq_len, hidden_size], its normed output.
         arguments: what every layer takes beside its input, as `Target.embed` has it.
-        block_starts: [seq_len] int64; see `ExitHead.forward`.
+        block_starts: [seq_len] or [num_windows, seq_len] int64; see `ExitHead.forward`.
         late: whether the last `LATE` of the steps are under way.
     """
 
@@ -106,28 +107,81 @@ class Pass:
         return self.arguments["position_embeddings"]
 
 
+class TwoTaps(Target):
+    """The target, with what enters its middle layer beside what enters layer N."""
+
+    def forward(self, ids: Tensor) -> tuple[Tensor, Tensor, Rotary]:
+        """Return what `Target.forward` does; the first is [num_windows, seq_len, 2 * hidden_size]."""
+        *states, last = self.layer_inputs(ids)
+        _, arguments = self.embed(ids)
+        return self.taps(states), self.model.model.norm(last), arguments["position_embeddings"]
+
+    def taps(self, states: list[Tensor]) -> Tensor:
+        return torch.cat([states[self.exit_layer], states[len(states) // 2]], dim=-1)
+
+
+class MiddleHead(nn.Module):
+    """A deep-context head whose keys and values of verified tokens read the target's middle layer too."""
+
+    def __init__(self, head: DeepContextHead) -> None:
+        """Take `head` over; it starts as it would without."""
+        super().__init__()
+        self.head, self.middle_norm = head, copy.deepcopy(head.layer.input_layernorm)
+        for layer in (head, *head.upper):
+            for projection in (layer.deep.k_proj, layer.deep.v_proj):
+                weight = projection.weight.data
+                projection.weight = nn.Parameter(F.pad(weight, (0, weight.shape[1] // 2)))
+
+    def forward(self, taps: Tensor, target_hidden: Tensor, rotary: Rotary, block_starts: Tensor) -> Tensor:
+        """Return the normed hidden state; see `TwoTaps` and `ExitHead.forward`."""
+        exit_hidden, middle = taps.chunk(2, dim=-1)
+        seen = [target_hidden, self.head.layer.input_layernorm(exit_hidden), self.middle_norm(middle)]
+        return self.head.draft(exit_hidden, target_hidden, torch.cat(seen, dim=-1), rotary, block_starts)
+
+
 class Head(nn.Module):
     """An exit head, and the loss it is trained with."""
 
-    def __init__(self, target: Target, exit_layer: int, head_layers: int, recipe: str | None) -> None:
+    def __init__(self, target: Target, exit_layer: int, head_layers: int, recipes: set[str]) -> None:
         super().__init__()
-        self.exit_layer, self.head_layers = exit_layer, head_layers
-        self.late_loss, self.early_weighs_more, init = RECIPES[recipe]
+        self.head_layers, self.recipes = head_layers, recipes
+        init = f"{MODEL}/eesd" if "on" in recipes else "last"
         self.head = new_head(target, init, "deep_context", head_layers)
+        if "middle" in recipes:
+            self.head = MiddleHead(self.head)
+        own_target = (TwoTaps if "middle" in recipes else Target)(target.model, exit_layer)
+        self._own_target = (own_target,)  # a tuple hides the target's weights from this module's
+
+    @property
+    def target(self) -> Target:
+        """The target as this head reads it."""
+        return self._own_target[0]
 
     def loss(self, target: Target, step: Pass) -> Tensor:
         """Return the divergence from the target, mean over all positions."""
-        hidden = self.head(step.states[self.exit_layer], step.target_hidden, step.rotary, step.block_starts)
-        weights = None
-        if self.early_weighs_more:
+        hidden, weights = self._drafted(step), None
+        if "early" in self.recipes:
             places = torch.arange(step.ids.shape[1], device=step.ids.device) - step.block_starts
-            weights = (-places / FADE).exp().repeat(len(step.ids))
-        return _divergence(target, hidden, step.target_hidden, self.late_loss if step.late else forward_kl, weights)
+            weights = (-places / FADE).exp().expand(step.ids.shape).flatten()
+        loss = total_variation if step.late and "tv" in self.recipes else forward_kl
+        return _divergence(target, hidden, step.target_hidden, loss, weights)
+
+    @torch.no_grad()
+    def own_rounds(self, step: Pass) -> Pass:
+        """Return the pass with drafts that begin where this head's last ones, at the pass's places, went wrong."""
+        logits = (self.target.lm_head(hidden).argmax(-1) for hidden in (self._drafted(step), step.target_hidden))
+        return replace(step, block_starts=round_starts(torch.eq(*logits)))
+
+    def _drafted(self, step: Pass) -> Tensor:
+        own = self.target
+        exit_hidden = own.taps(step.states) if isinstance(own, TwoTaps) else step.states[own.exit_layer]
+        return self.head(exit_hidden, step.target_hidden, step.rotary, step.block_starts)
 
     def export(self, target: Target, directory: Path) -> None:
-        own_target = Target(target.model, self.exit_layer)
+        if "middle" in self.recipes:
+            raise SystemExit("vLLM cannot run a head of the recipe middle")
         prior = Prior(alpha=6.0, beta=4.0)  # `eesd calibrate` counts a better one
-        config = head_config(own_target, MODEL, "deep_context", prior, None, self.head_layers)
+        config = head_config(self.target, MODEL, "deep_context", prior, None, self.head_layers)
         write_head(directory, config, {name: t.to(torch.bfloat16) for name, t in self.head.state_dict().items()})
 
 
@@ -234,16 +288,34 @@ def new_drafter(target: Target, name: str) -> nn.Module:
     Raises:
         ValueError: it says nothing.
     """
-    if (match := NAME.fullmatch(name)) is None or match["recipe"] not in RECIPES:
-        recipes = ", ".join(filter(None, RECIPES))
-        raise ValueError(f"{name!r} is no drafter; nXmY, nXmY:RECIPE ({recipes}), draft_model or eagle, or one with @F")
+    match = NAME.fullmatch(name)
+    recipes = set((match and match["recipes"] or "").split("+")) - {""}
+    if match is None or not recipes <= RECIPES.keys():
+        known = ", ".join(RECIPES)
+        raise ValueError(
+            f"{name!r} is no drafter; nXmY, nXmY:RECIPE+RECIPE ({known}), draft_model or eagle, or with @F"
+        )
     if match["peer"]:
         return PEERS[match["peer"]](target)
-    return Head(target, int(match["n"]), int(match["m"]), match["recipe"])
+    return Head(target, int(match["n"]), int(match["m"]), recipes)
 
 
 def lr_factor(name: str) -> float:
     return float(NAME.fullmatch(name)["factor"] or 1.0)
+
+
+def round_starts(matches: Tensor) -> Tensor:
+    """Return where the draft of each position begins, one behind each that went wrong, [num_windows, seq_len] int64.
+
+    Args:
+        matches: [num_windows, seq_len] bool, whether the draft made at a position is what the target says there.
+    """
+    starts = torch.zeros(matches.shape, dtype=torch.int64)
+    for position in range(1, matches.shape[1]):
+        last = starts[:, position - 1]
+        goes_on = matches[:, position - 1].cpu() & (position - last < LONGEST_DRAFT)
+        starts[:, position] = torch.where(goes_on, last, position)
+    return starts.to(matches.device)
 
 
 def unrolled_mask(count: int, ids: Tensor) -> Tensor:
@@ -325,7 +397,8 @@ def _step_losses(
             _, arguments = target.embed(ids)
             step = Pass(ids, *run_target(ids), arguments, block_starts, late)
             for name, drafter in drafters.items():
-                loss = loss_of(drafter, step)
+                own_rounds = late and "rounds" in getattr(drafter, "recipes", ())
+                loss = loss_of(drafter, drafter.own_rounds(step) if own_rounds else step)
                 loss.backward()
                 losses[name] = round(loss.item(), 4)
         return losses
@@ -360,9 +433,8 @@ def measure(args: argparse.Namespace) -> None:
     greedy, first = own_held_out(target, held_out, args.windows, SEQ_LEN)
     print(f"{run['tokens']} tokens")
     for name, drafter in drafters.items():
-        own_target = Target(target.model, drafter.exit_layer)
-        on_text = evaluate(own_target, drafter.head, text)
-        on_greedy = evaluate(own_target, drafter.head, greedy, first - 1)
+        on_text = evaluate(drafter.target, drafter.head, text)
+        on_greedy = evaluate(drafter.target, drafter.head, greedy, first - 1)
         print(
             f"{name}: loss {_mean_losses(run, 50)[name]}; "
             f"text: overlap {on_text['overlap']:.4f}, {on_text['expected_matches']:.3f} of 8 match; "
@@ -409,7 +481,7 @@ def main() -> None:
     for function in (train, export, measure):
         sub = commands.add_parser(function.__name__, help=function.__doc__)
         sub.set_defaults(function=function)
-        sub.add_argument("drafters", nargs="+", metavar="DRAFTER", help="nXmY[:RECIPE], draft_model, eagle; @FACTOR")
+        sub.add_argument("drafters", nargs="+", metavar="DRAFTER", help="nXmY[:RECIPES], draft_model, eagle; @FACTOR")
         sub.add_argument("--work", type=Path, default=Path("build/drafters"))
     commands.choices["export"].add_argument("-o", "--output", type=Path, default=Path(MODEL) / "peers")
     measuring = commands.choices["measure"]

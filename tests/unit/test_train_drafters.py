@@ -80,7 +80,7 @@ def one_pass(script, target, ids, late=False):
     return script.Pass(ids, states, hidden, arguments, torch.tensor([0, 0, 2, 2, 2, 5, 5]), late)
 
 
-@pytest.mark.parametrize("name", ["n0m2", "n1m1:tv", "n2m1:early", "draft_model", "eagle@2"])
+@pytest.mark.parametrize("name", ["n0m2", "n1m1:tv", "n2m1:early", "n1m2:middle+tv", "draft_model", "eagle@2"])
 def test_everything_but_embedding_and_lm_head_learns(script, target, ids, name):
     drafter = script.new_drafter(target, name)
     drafter.loss(target, one_pass(script, target, ids)).backward()
@@ -104,6 +104,42 @@ def test_recipes_change_what_they_say(script, target, ids):
     weights = torch.tensor([math.exp(-place / 4) for place in (0, 1, 0, 1, 2, 0, 1)]).expand_as(divergence)
     expected = (divergence * weights).sum() / weights.sum()
     torch.testing.assert_close(loss["n1m1:early"](target, early), expected, rtol=ROUNDING, atol=ROUNDING)
+
+
+@torch.no_grad()
+def test_a_round_begins_behind_each_mistake(script, target, ids):
+    right, wrong = True, False
+    matches = torch.tensor([[right, wrong, right, right, wrong, wrong, right], [right] * 7])
+    assert script.round_starts(matches).tolist() == [[0, 0, 2, 2, 2, 5, 6], [0] * 7]
+    assert script.round_starts(torch.ones(1, 10, dtype=torch.bool)).tolist() == [[0] * 8 + [8] * 2]
+    drafter, step = script.new_drafter(target, "n1m1:rounds"), one_pass(script, target, ids)
+    own = drafter.own_rounds(step)
+    alone = [
+        script.Pass(
+            ids[i : i + 1],
+            [s[i : i + 1] for s in step.states],
+            step.target_hidden[i : i + 1],
+            step.arguments,
+            own.block_starts[i],
+            False,
+        )
+        for i in range(2)
+    ]
+    first, second = (drafter.loss(target, one) for one in alone)
+    torch.testing.assert_close(drafter.loss(target, own), (first + second) / 2, rtol=ROUNDING, atol=ROUNDING)
+
+
+@torch.no_grad()
+def test_a_middle_tap_starts_as_nothing(script, target, ids):
+    step = one_pass(script, target, ids)
+    plain, middle = (script.new_drafter(target, name) for name in ("n1m2", "n1m2:middle"))
+    assert plain.loss(target, step) == middle.loss(target, step)
+    for layer in (middle.head.head, *middle.head.head.upper):
+        layer.deep.v_proj.weight[:, 64:].normal_(generator=torch.Generator().manual_seed(3))
+    assert plain.loss(target, step) != middle.loss(target, step)
+    taps, hidden, _ = middle.target(ids)
+    torch.testing.assert_close(taps[..., 32:], step.states[2])
+    torch.testing.assert_close(hidden, step.target_hidden)
 
 
 @pytest.mark.parametrize("name", ["n1", "n1m1:none", "draft_model:tv", "eagle@", "n1m1@x"])

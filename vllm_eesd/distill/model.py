@@ -37,8 +37,8 @@ class ExitHead(nn.Module):
         Args:
             exit_hidden: [num_windows, seq_len, hidden_size] entering the target's layer N.
             target_hidden: [num_windows, seq_len, hidden_size] the target's normed output; only deep context reads it.
-            block_starts: [seq_len] int64, for each position where its draft block starts: the position of the bonus
-                token, up to which the target's own output is known; only deep context reads it.
+            block_starts: [seq_len] or [num_windows, seq_len] int64, for each position where its draft block starts: the
+                position of the bonus token, up to which the target's own output is known; only deep context reads it.
         """
         return self.norm(self.layer(exit_hidden, attention_mask=None, position_embeddings=rotary))
 
@@ -164,24 +164,32 @@ class DeepContextHead(DeepLayer):
 
     def forward(self, exit_hidden: Tensor, target_hidden: Tensor, rotary: Rotary, block_starts: Tensor) -> Tensor:
         """Return the normed hidden state; see `ExitHead.forward`."""
-        produced_input = target_hidden[:, (block_starts - 1).clamp(min=0)] * (block_starts > 0)[None, :, None]
-        hidden, mask = exit_hidden + self.deep.inject(produced_input), block_mask(block_starts)
         context = torch.cat([target_hidden, self.layer.input_layernorm(exit_hidden)], dim=-1)
+        return self.draft(exit_hidden, target_hidden, context, rotary, block_starts)
+
+    def draft(
+        self, exit_hidden: Tensor, target_hidden: Tensor, context: Tensor, rotary: Rotary, block_starts: Tensor
+    ) -> Tensor:
+        """Return the normed hidden state, with another `context`; see `ExitHead.forward` and `DeepLayer.run`."""
+        starts = block_starts.expand(len(exit_hidden), -1)[..., None]
+        produced_input = torch.take_along_dim(target_hidden, (starts - 1).clamp(min=0), dim=1) * (starts > 0)
+        hidden, mask = exit_hidden + self.deep.inject(produced_input), block_mask(block_starts).unsqueeze(-3)
         for layer in (self, *self.upper):
             hidden = layer.run(hidden, context, rotary, mask)
         return self.norm(hidden)
 
 
 def block_mask(block_starts: Tensor) -> Tensor:
-    """Return which [deep, shallow] keys each query may see, [seq_len, 2 * seq_len] bool.
+    """Return which [deep, shallow] keys each query may see, [..., seq_len, 2 * seq_len] bool.
 
     Args:
-        block_starts: [seq_len] int64, not decreasing.
+        block_starts: [..., seq_len] int64, not decreasing.
     """
-    positions = torch.arange(len(block_starts), device=block_starts.device)
-    deep = positions < block_starts[:, None]
-    shallow = (positions >= block_starts[:, None]) & (positions <= positions[:, None])
-    return torch.cat([deep, shallow], dim=1)
+    positions = torch.arange(block_starts.shape[-1], device=block_starts.device)
+    starts = block_starts[..., None]
+    deep = positions < starts
+    shallow = (positions >= starts) & (positions <= positions[:, None])
+    return torch.cat([deep, shallow], dim=-1)
 
 
 def _heads(projected: Tensor, head_dim: int, norm: nn.Module | None = None) -> Tensor:
