@@ -23,7 +23,7 @@ from pathlib import Path
 
 import torch
 
-from vllm_eesd.bench.hardware import provenance
+from vllm_eesd.provenance import provenance
 
 BATCHES = (1, 4)
 # Passes over all timed calls, after two that warm up.

@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from vllm_eesd.bench.engines import EngineSettings, encode_prompts, start_engine
-from vllm_eesd.bench.hardware import provenance
 from vllm_eesd.bench.measure import rotated
 from vllm_eesd.bench.prompts import read_prompts
+from vllm_eesd.provenance import provenance
 
 PROMPTS = Path(__file__).resolve().parents[1] / "models" / "prompts"
 #: Name -> sampling temperature.

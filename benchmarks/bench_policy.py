@@ -18,9 +18,9 @@ from pathlib import Path
 
 import numpy as np
 
-from vllm_eesd.bench.hardware import provenance
 from vllm_eesd.config import LONGEST_COPY
 from vllm_eesd.policy import POLICIES, BetaPosterior, Outcome, build_policy
+from vllm_eesd.provenance import provenance
 from vllm_eesd.round.draft import DraftRound
 from vllm_eesd.round.ngram import NgramDrafter
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from vllm_eesd.bench.hardware import provenance
+from vllm_eesd.provenance import provenance
 
 # Copies of the inputs are rotated until they exceed this, so that none is found in a cache (an H200's L2: 50 MB).
 CACHE_BYTES = 256 * 2**20

@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 from vllm_eesd.bench.engines import METHODS, TRAINED_PEERS, EngineSettings, encode_prompts, running_engines
-from vllm_eesd.bench.hardware import provenance
 from vllm_eesd.bench.latency import (
     ended_at_loops,
     latency_rows,
@@ -36,6 +35,7 @@ from vllm_eesd.bench.latency import (
 from vllm_eesd.bench.measure import Work
 from vllm_eesd.bench.prompts import read_prompts
 from vllm_eesd.bench.throughput import arrival_rows, arrival_table
+from vllm_eesd.provenance import provenance
 
 ROOT = Path(__file__).resolve().parents[1]
 PROMPTS, RESULTS, BUILD = ROOT / "models" / "prompts", ROOT / "benchmarks" / "results", ROOT / "build" / "bench"

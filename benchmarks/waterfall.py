@@ -262,7 +262,7 @@ def main() -> int:
     parser.add_argument("--eager", action="store_true", help="compile nothing: quicker to start, other times")
     args = parser.parse_args()
     from vllm_eesd.bench.engines import prepare_environment
-    from vllm_eesd.bench.hardware import num_cores, provenance
+    from vllm_eesd.provenance import num_cores, provenance
 
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     # As many as a worker process of vLLM's takes: it leaves a core to the scheduler.

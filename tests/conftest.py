@@ -164,7 +164,7 @@ class Report:
         self.write()
 
     def write(self):
-        from vllm_eesd.bench.hardware import hardware, versions
+        from vllm_eesd.provenance import hardware, versions
 
         path = self._path
         old = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"counts": {}, "features": []}

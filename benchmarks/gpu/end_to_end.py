@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_eesd.bench.engines import WORKER_EXTENSION
-from vllm_eesd.bench.hardware import provenance
+from vllm_eesd.provenance import provenance
 
 #: Share of rounds in which draft token i was accepted: the embedded model and its head at batch 1, README.md's table.
 RATES = [0.83, 0.68, 0.53, 0.42, 0.34, 0.27, 0.25, 0.19]

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from vllm_eesd.bench.hardware import provenance
+from vllm_eesd.provenance import provenance
 
 #: Two roundings of logits around 10, each 2^-8 of them in bfloat16 and 2^-11 in float16. vLLM's attention multiplies
 #: float32 on a GPU as TF32, with 2^-11 too; on a CPU nothing excuses a difference in float32.

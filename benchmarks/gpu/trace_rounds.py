@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 from gpu.end_to_end import PROMPT_TOKENS, SHAPES, impose_acceptance_on_eesd, speculative_config, start_engine
 
-from vllm_eesd.bench.hardware import provenance
+from vllm_eesd.provenance import provenance
 
 DRAFTING = "eesd: propose"
 FIXED_LENGTH = 3

@@ -163,7 +163,7 @@ def plain_answers(engine, greedy, request):
     import torch
     import vllm
 
-    from vllm_eesd.bench.hardware import cpu_name, gpu_name, versions
+    from vllm_eesd.provenance import cpu_name, gpu_name, versions
 
     runner = "V2" if importlib.util.find_spec("triton_cpu_interpreter") else "V1"
 

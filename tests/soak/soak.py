@@ -28,7 +28,7 @@ import numpy as np
 import soak_cases
 from soak_server import Server
 
-from vllm_eesd.bench.hardware import provenance
+from vllm_eesd.provenance import provenance
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "models" / "eesd-code-10m"

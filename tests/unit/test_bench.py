@@ -12,8 +12,8 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from vllm_eesd import cli
-from vllm_eesd.bench import demo, engine_log, engines, hardware, latency, prompts
+from vllm_eesd import cli, provenance
+from vllm_eesd.bench import demo, engine_log, engines, latency, prompts
 from vllm_eesd.bench import measure as measuring
 from vllm_eesd.bench.engines import EngineSettings, fit_max_model_len
 from vllm_eesd.bench.measure import Runs, count_rounds, first_difference, measure, paired_ratios, round_statistics, rows
@@ -508,10 +508,10 @@ def test_debugging_leaves_the_terminal_alone(tmp_path, capfd, monkeypatch):
 
 
 def test_git_sha_is_this_projects_or_none(tmp_path):
-    assert hardware.git_sha(tmp_path) is None
-    assert set(hardware.provenance()) == {"hardware", "versions", "git_sha"}
+    assert provenance.git_sha(tmp_path) is None
+    assert set(provenance.provenance()) == {"hardware", "versions", "git_sha"}
     (tmp_path / "cpuinfo").write_text("processor : 0\nmodel name\t: Some CPU @ 2 GHz\n")
-    assert hardware.cpu_name(tmp_path / "cpuinfo") == "Some CPU @ 2 GHz"
+    assert provenance.cpu_name(tmp_path / "cpuinfo") == "Some CPU @ 2 GHz"
 
 
 # --- the stream ---

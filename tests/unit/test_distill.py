@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import hashlib
 import json
 import os
 import re
+import shlex
 from argparse import Namespace
 from functools import partial
 from pathlib import Path
@@ -16,6 +18,7 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
+from vllm_eesd import cli
 from vllm_eesd.distill import losses, muon
 from vllm_eesd.distill.data import (
     TokenData,
@@ -29,7 +32,7 @@ from vllm_eesd.distill.generate import OwnText, continue_windows
 from vllm_eesd.distill.metrics import evaluate
 from vllm_eesd.distill.model import block_mask, head_config, load_head, new_head
 from vllm_eesd.distill.muon import Muon, orthogonal
-from vllm_eesd.distill.run import run
+from vllm_eesd.distill.run import _config, run
 from vllm_eesd.distill.target import Target, load_target
 from vllm_eesd.distill.text import read_traces, text_files
 from vllm_eesd.distill.train import TrainConfig, random_block_starts, train
@@ -383,6 +386,15 @@ def test_run_writes_a_head_that_loads(model_dir, text, tmp_path, capsys):
     assert f"eesd calibrate {model_dir} {head} --data HELD_OUT" in out
     used = re.search(r"text: (\d+) tokens to train on, (\d+) held out", out).groups()
     assert sum(map(int, used)) == text.stat().st_size // 2
+    told = json.loads((head / "training.json").read_text())
+    assert shlex.split(told["command"])[:3] == ["eesd", "distill", str(model_dir)]
+    parsed = cli.build_parser().parse_args(shlex.split(told["command"])[1:])
+    assert told["settings"] == _config(parsed).model_dump(by_alias=True)
+    assert told["settings"]["lr"] == 3e-3 and told["settings"]["seed"] == 0
+    assert (told["steps"], told["loss"][-1][0], told["after"]) == (12, 12, record["after"])
+    assert [told["data"][kind]["tokens"] for kind in ("text", "held_out", "own")] == [*map(int, used), 4 * SEQ_LEN]
+    ids = np.fromfile(text, dtype=np.uint16)[: int(used[0])].astype("<u4")
+    assert told["data"]["text"]["sha256"] == hashlib.sha256(ids.tobytes()).hexdigest()
     # The finished run resumes at its end: the same head again.
     assert run(args) == 0
     assert all(torch.equal(tensor, tensors[name]) for name, tensor in read_tensors(head).items())

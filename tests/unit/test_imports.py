@@ -10,7 +10,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE = "vllm_eesd"
 
 CORE = {"config", "files", "policy_args", "policy", "round", "traces", "exit_head", "verify", "kernels"}
-CORE |= {"request_options", "flags", "embedded"}
+CORE |= {"request_options", "flags", "embedded", "provenance"}
 # Part -> parts of this package that it may import, besides itself and the bare package (its version).
 ALLOWED_PARTS = {
     "__init__": {"config"},
@@ -20,6 +20,7 @@ ALLOWED_PARTS = {
     "flags": {"config"},
     "kernels": set(),
     "policy_args": {"config"},
+    "provenance": set(),
     "policy": {"config", "files", "policy_args"},
     "round": {"config", "files", "policy", "request_options"},
     "traces": {"config", "files", "policy"},

@@ -18,7 +18,6 @@ from rich.table import Table
 from rich.text import Text
 
 from vllm_eesd.bench.engines import EngineSettings, encode_prompts, running_engines
-from vllm_eesd.bench.hardware import hardware, provenance
 from vllm_eesd.bench.latency import (
     check_sizes,
     identical_cell,
@@ -34,6 +33,7 @@ from vllm_eesd.bench.prompts import Prompt, read_prompts
 from vllm_eesd.bench.streaming import PROMPT, DraftStream
 from vllm_eesd.bench.vllm_engine import VllmEngine
 from vllm_eesd.embedded import PROMPTS, embedded_model, shipped
+from vllm_eesd.provenance import hardware, provenance
 
 #: Rich's picture of a terminal in the reader's own monospaced font: nothing is fetched to show it.
 PICTURE = re.sub(r"@font-face \{\{.*?\}\}\s*", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL).replace(

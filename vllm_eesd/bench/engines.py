@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_eesd.bench.engine_log import complaint, debugging, first_line, output_to
-from vllm_eesd.bench.hardware import versions
 from vllm_eesd.bench.prompts import Prompt
 from vllm_eesd.bench.vllm_engine import VllmEngine
 from vllm_eesd.config import EESDConfig
+from vllm_eesd.provenance import versions
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase

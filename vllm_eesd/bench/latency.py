@@ -18,12 +18,12 @@ from rich.spinner import Spinner
 from rich.table import Table
 
 from vllm_eesd.bench.engines import METHODS, OURS, EngineSettings, encode_prompts, running_engines
-from vllm_eesd.bench.hardware import provenance
 from vllm_eesd.bench.loops import tokens_before_loops
 from vllm_eesd.bench.measure import Work, measure, rows
 from vllm_eesd.bench.prompts import chosen_file, read_prompts
 from vllm_eesd.bench.vllm_engine import VllmEngine
 from vllm_eesd.files import write_whole
+from vllm_eesd.provenance import provenance
 
 
 def run(args: argparse.Namespace) -> int:

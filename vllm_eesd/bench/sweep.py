@@ -12,7 +12,6 @@ from typing import Any
 from rich.table import Table
 
 from vllm_eesd.bench.engines import EngineSettings, encode_prompts, running_engines
-from vllm_eesd.bench.hardware import provenance
 from vllm_eesd.bench.latency import (
     check_sizes,
     identical_cell,
@@ -24,6 +23,7 @@ from vllm_eesd.bench.latency import (
 )
 from vllm_eesd.bench.measure import measure, rows
 from vllm_eesd.bench.prompts import chosen_file, read_prompts
+from vllm_eesd.provenance import provenance
 
 OWN_HEAD = "head"
 

@@ -12,11 +12,11 @@ import numpy as np
 from rich.table import Table
 
 from vllm_eesd.bench.engines import EngineSettings, encode_prompts, running_engines
-from vllm_eesd.bench.hardware import provenance
 from vllm_eesd.bench.latency import check_methods, check_sizes, open_console, reporting, write_json
 from vllm_eesd.bench.measure import Work, bootstrap_interval, first_difference, rotated
 from vllm_eesd.bench.prompts import chosen_file, read_prompts
 from vllm_eesd.bench.vllm_engine import Served, VllmEngine
+from vllm_eesd.provenance import provenance
 
 
 def run(args: argparse.Namespace) -> int:

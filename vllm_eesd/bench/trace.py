@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import TypeVar
 
 from vllm_eesd.bench.engines import EngineSettings, encode_prompts, load_target, running_engines
-from vllm_eesd.bench.hardware import hardware
 from vllm_eesd.bench.latency import open_console, reporting
 from vllm_eesd.bench.prompts import Prompt
 from vllm_eesd.embedded import find_shipped
 from vllm_eesd.files import write_whole
+from vllm_eesd.provenance import hardware
 from vllm_eesd.traces.dense import DenseTrace, as_served
 from vllm_eesd.traces.page import Generation, render
 from vllm_eesd.traces.read import read

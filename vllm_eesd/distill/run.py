@@ -27,8 +27,9 @@ from vllm_eesd.distill.report import check_writable, command, serve_command, wri
 from vllm_eesd.distill.target import Target, load_target
 from vllm_eesd.distill.text import check_seq_len, measuring_windows, read_text, read_traces
 from vllm_eesd.distill.train import train
+from vllm_eesd.distill.training_record import record_of
 from vllm_eesd.distill.vocabulary import check_size, end_tokens, most_frequent, restrict, token_shares
-from vllm_eesd.exit_head.checkpoint import ExitHeadConfig, Prior, write_head
+from vllm_eesd.exit_head.checkpoint import TRAINING_NAME, ExitHeadConfig, Prior, write_head
 from vllm_eesd.exit_head.config import one_line
 
 # Windows measured on; 64 x 512 tokens give the agreement to about 0.3 percentage points.
@@ -102,7 +103,9 @@ def _distill(config: DistillConfig, target: Target, head: nn.Module, work: Path,
         parameter.data = parameter.data.to(dtype).float()  # as it will be served
     after = _measure(target, head, held_out)
     if processes.is_first():
-        _write(config, target, head, {"before": before, "after": after}, record)
+        record |= {"before": before, "after": after}
+        kinds = {"text": text, "held_out": held_out_text, "own": list(data.generated if own.count else ())}
+        _write(config, target, head, record, record_of(config, kinds, record))
     processes.wait()
 
 
@@ -130,7 +133,7 @@ def _restrict(target: Target, head: nn.Module, data: TokenData, size: int) -> No
 
 
 def _write(config: DistillConfig, target: Target, head: nn.Module, outcome: dict, record: dict) -> None:
-    """Write the head in the target's dtype, and say what comes next."""
+    """Write the head in the target's dtype and how it came to be, and say what comes next."""
     after, dtype = outcome["after"], saved_dtype(config.model)
     print(_describe("after", after), flush=True)
     agreement = after.get("greedy", after["text"])["agreement"]
@@ -138,11 +141,12 @@ def _write(config: DistillConfig, target: Target, head: nn.Module, outcome: dict
     prior = Prior(alpha=round(alpha, 3), beta=round(PRIOR_OBSERVATIONS - alpha, 3))
     tensors = {name: t.to(dtype) if t.is_floating_point() else t for name, t in head.state_dict().items()}
     write_head(config.output, _head_config(config, target, prior), tensors)
+    write_json(Path(config.output) / TRAINING_NAME, record)
     following = serve_command(config.model, config.output)
     if config.json_:
-        outcome |= {"head": config.output, "exit_layer": target.exit_layer, "next": following}
-        write_json(config.json_, outcome | record)
-    print(f"wrote {config.output}; {record['tokens']} tokens in {record['minutes']:.1f} minutes")
+        known = {"head": config.output, "exit_layer": target.exit_layer, "next": following}
+        write_json(config.json_, outcome | known)
+    print(f"wrote {config.output}; {outcome['tokens']} tokens in {outcome['minutes']:.1f} minutes")
     calibrate = command("eesd", "calibrate", config.model, config.output, "--data", *config.held_out or ["HELD_OUT"])
     print(f"to tell the policy what its confidences mean, given text it was not trained on: {calibrate}")
     print(f"next: {following}")

@@ -32,6 +32,7 @@ __all__ = ["ExitHeadConfig", "Prior", "Verifier", "read_tensors", "write_head"]
 
 WEIGHTS_NAME = "model.safetensors"
 CALIBRATION_NAME = "calibration.json"
+TRAINING_NAME = "training.json"
 # A head's safetensors header is about 1 KiB: anything far larger is not a head.
 MAX_HEADER_BYTES = 1 << 20
 # Four times a float32 layer of the widest models there are; a sparse file can claim any size.
@@ -105,7 +106,8 @@ def write_head(directory: str | os.PathLike, config: ExitHeadConfig, tensors: di
             contiguous = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
             weights = stack.enter_context(replacing(directory / WEIGHTS_NAME))
             save_file(contiguous, weights, metadata={"format": "pt"})
-        for name in (CONFIG_NAME, WEIGHTS_NAME, CALIBRATION_NAME):  # the last says what the old confidences meant
+        # The last two say what the old confidences meant, and how the old head was trained.
+        for name in (CONFIG_NAME, WEIGHTS_NAME, CALIBRATION_NAME, TRAINING_NAME):
             (directory / name).unlink(missing_ok=True)
 
 

@@ -1,4 +1,4 @@
-"""What a figure was measured on: hardware, versions and the project's commit."""
+"""What a figure was measured on, or a head trained on: hardware, versions and the project's commit."""
 
 from __future__ import annotations
 
