@@ -69,9 +69,14 @@ def thousands(text: str) -> int:
     return 1000 * positive(text[:-1]) if text.endswith(("k", "K")) else positive(text)
 
 
+def layer(text: str) -> int:
+    """Return a layer's number, whose input is meant: of 0 the embedding."""
+    return _whole(text, 0)
+
+
 def exit_layer(text: str) -> int | str:
-    """Return a layer's number, 0 being the embedding, or auto."""
-    return text if text == "auto" else _whole(text, 0)
+    """Return a layer's number or auto."""
+    return text if text == "auto" else layer(text)
 
 
 def positive_real(text: str) -> float:

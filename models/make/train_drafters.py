@@ -8,7 +8,8 @@ One forward pass of the target serves all of them, so each costs its own step on
 Batches (half text, half the target's own), optimizer and learning rates are those of `eesd distill`; NAME@F learns at F
 times its rate. All keep the target's embedding and LM head, frozen.
 
-- nXmY: an exit head of M = Y layers after the target's first N = X, forward KL; see `RECIPES` for nXmY:RECIPES.
+- nXmY: an exit head of M = Y layers after the target's first N = X, forward KL; nXmYaA-B reads the auxiliary layers A
+  and B too; see `RECIPES` for nXmY:RECIPES.
 - draft_model: a Llama of `DRAFT_LAYERS` layers, started from the target's first ones and its last; forward KL.
 - eagle: one layer as vLLM's EagleLlamaForCausalLM has it, started from the target's last. A position's input is the
   target's normed output there beside the next token's embedding. EAGLE's loss on features (arXiv 2401.15077) is added
@@ -42,7 +43,7 @@ from vllm_eesd.distill.data import TokenData, spaced_windows
 from vllm_eesd.distill.generate import OwnText, continue_windows, own_held_out, sampled_through_vllm
 from vllm_eesd.distill.losses import Loss, distillation_loss, forward_kl, total_variation
 from vllm_eesd.distill.metrics import evaluate
-from vllm_eesd.distill.model import DeepContextHead, head_config, new_head
+from vllm_eesd.distill.model import head_config, new_head
 from vllm_eesd.distill.muon import uses_bfloat16
 from vllm_eesd.distill.target import Rotary, Target, load_target
 from vllm_eesd.distill.train import (
@@ -67,14 +68,14 @@ FEATURE_WEIGHT = 0.1
 SAVE_EVERY_S = 120
 #: A drafter's name: nXmY:RECIPES@FACTOR, draft_model@FACTOR or eagle@FACTOR; recipes and factor may be left out.
 NAME = re.compile(
-    r"(?:n(?P<n>\d+)m(?P<m>\d+)(?::(?P<recipes>[\w+]+))?|(?P<peer>draft_model|eagle))(?:@(?P<factor>\d+(?:\.\d+)?))?"
+    r"(?:n(?P<n>\d+)m(?P<m>\d+)(?:a(?P<aux>\d+(?:-\d+)*))?(?::(?P<recipes>[\w+]+))?|(?P<peer>draft_model|eagle))"
+    r"(?:@(?P<factor>\d+(?:\.\d+)?))?"
 )
 #: What may be changed in an exit head's training; several are joined by "+".
 RECIPES = {
     "tv": "total variation in the last `LATE` of the steps, forward KL before",
     "early": "a place in a draft weighs the less the later it is",
     "rounds": "in the last `LATE` of the steps a draft begins where the head's last one went wrong",
-    "middle": "keys and values of verified tokens read what enters the target's middle layer too; vLLM cannot run it",
     "on": "goes on with the embedded head",
 }
 LATE = 0.3
@@ -107,50 +108,15 @@ class Pass:
         return self.arguments["position_embeddings"]
 
 
-class TwoTaps(Target):
-    """The target, with what enters its middle layer beside what enters layer N."""
-
-    def forward(self, ids: Tensor) -> tuple[Tensor, Tensor, Rotary]:
-        """Return what `Target.forward` does; the first is [num_windows, seq_len, 2 * hidden_size]."""
-        *states, last = self.layer_inputs(ids)
-        _, arguments = self.embed(ids)
-        return self.taps(states), self.model.model.norm(last), arguments["position_embeddings"]
-
-    def taps(self, states: list[Tensor]) -> Tensor:
-        return torch.cat([states[self.exit_layer], states[len(states) // 2]], dim=-1)
-
-
-class MiddleHead(nn.Module):
-    """A deep-context head whose keys and values of verified tokens read the target's middle layer too."""
-
-    def __init__(self, head: DeepContextHead) -> None:
-        """Take `head` over; it starts as it would without."""
-        super().__init__()
-        self.head, self.middle_norm = head, copy.deepcopy(head.layer.input_layernorm)
-        for layer in (head, *head.upper):
-            for projection in (layer.deep.k_proj, layer.deep.v_proj):
-                weight = projection.weight.data
-                projection.weight = nn.Parameter(F.pad(weight, (0, weight.shape[1] // 2)))
-
-    def forward(self, taps: Tensor, target_hidden: Tensor, rotary: Rotary, block_starts: Tensor) -> Tensor:
-        """Return the normed hidden state; see `TwoTaps` and `ExitHead.forward`."""
-        exit_hidden, middle = taps.chunk(2, dim=-1)
-        seen = [target_hidden, self.head.layer.input_layernorm(exit_hidden), self.middle_norm(middle)]
-        return self.head.draft(exit_hidden, target_hidden, torch.cat(seen, dim=-1), rotary, block_starts)
-
-
 class Head(nn.Module):
     """An exit head, and the loss it is trained with."""
 
-    def __init__(self, target: Target, exit_layer: int, head_layers: int, recipes: set[str]) -> None:
+    def __init__(self, target: Target, head_layers: int, recipes: set[str]) -> None:
+        """Take what `target` says of the exit layer and the auxiliary ones."""
         super().__init__()
         self.head_layers, self.recipes = head_layers, recipes
-        init = f"{MODEL}/eesd" if "on" in recipes else "last"
-        self.head = new_head(target, init, "deep_context", head_layers)
-        if "middle" in recipes:
-            self.head = MiddleHead(self.head)
-        own_target = (TwoTaps if "middle" in recipes else Target)(target.model, exit_layer)
-        self._own_target = (own_target,)  # a tuple hides the target's weights from this module's
+        self.head = new_head(target, f"{MODEL}/eesd" if "on" in recipes else "last", "deep_context", head_layers)
+        self._own_target = (target,)  # a tuple hides the target's weights from this module's
 
     @property
     def target(self) -> Target:
@@ -173,13 +139,10 @@ class Head(nn.Module):
         return replace(step, block_starts=round_starts(torch.eq(*logits)))
 
     def _drafted(self, step: Pass) -> Tensor:
-        own = self.target
-        exit_hidden = own.taps(step.states) if isinstance(own, TwoTaps) else step.states[own.exit_layer]
+        exit_hidden = self.target.exit_states(step.states)
         return self.head(exit_hidden, step.target_hidden, step.rotary, step.block_starts)
 
     def export(self, target: Target, directory: Path) -> None:
-        if "middle" in self.recipes:
-            raise SystemExit("vLLM cannot run a head of the recipe middle")
         prior = Prior(alpha=6.0, beta=4.0)  # `eesd calibrate` counts a better one
         config = head_config(self.target, MODEL, "deep_context", prior, None, self.head_layers)
         write_head(directory, config, {name: t.to(torch.bfloat16) for name, t in self.head.state_dict().items()})
@@ -292,12 +255,12 @@ def new_drafter(target: Target, name: str) -> nn.Module:
     recipes = set((match and match["recipes"] or "").split("+")) - {""}
     if match is None or not recipes <= RECIPES.keys():
         known = ", ".join(RECIPES)
-        raise ValueError(
-            f"{name!r} is no drafter; nXmY, nXmY:RECIPE+RECIPE ({known}), draft_model or eagle, or with @F"
-        )
+        forms = f"nXmY, nXmYaA-B, nXmY:RECIPE+RECIPE ({known}), draft_model or eagle, or one with @F"
+        raise ValueError(f"{name!r} is no drafter; {forms}")
     if match["peer"]:
         return PEERS[match["peer"]](target)
-    return Head(target, int(match["n"]), int(match["m"]), recipes)
+    aux_layers = [int(layer) for layer in (match["aux"] or "").split("-") if layer]
+    return Head(Target(target.model, int(match["n"]), aux_layers), int(match["m"]), recipes)
 
 
 def lr_factor(name: str) -> float:

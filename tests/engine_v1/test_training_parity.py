@@ -19,14 +19,14 @@ def prompts():
     return [generator.integers(0, 512, n).tolist() for n in (5, 17, 33, 64, 100, 3)]
 
 
-def write_new_head(target_directory, directory, head_type, token_ids=None, exit_layer=6, head_layers=1):
+def write_new_head(target_directory, directory, head_type, token_ids=None, exit_layer=6, head_layers=1, aux_layers=()):
     """Write a head with weights of its own; returns (its directory, the same target and head as training modules)."""
     from vllm_eesd.distill.model import head_config, new_head
     from vllm_eesd.distill.target import load_target
     from vllm_eesd.distill.vocabulary import restrict
     from vllm_eesd.exit_head.checkpoint import Prior, write_head
 
-    target = load_target(target_directory, exit_layer, "cpu")
+    target = load_target(target_directory, exit_layer, "cpu", aux_layers)
     head = new_head(target, "last", head_type, head_layers).eval()
     torch.manual_seed(3)
     for layer in (head, *head.upper) if head_type == "deep_context" else ():
@@ -124,10 +124,14 @@ def test_a_draft_vocabulary(engine, greedy, random_target, make_head, prompts):
             assert (best - chosen < NEAR_TIE).all()
 
 
-@pytest.mark.parametrize(("exit_layer", "head_layers"), [(6, 2), (0, 3)])
-def test_heads_of_several_layers(engine, greedy, random_target, make_head, prompts, exit_layer, head_layers):
+@pytest.mark.parametrize(("exit_layer", "head_layers", "aux_layers"), [(6, 2, [2, 7]), (0, 3, [4])])
+def test_heads_of_several_layers(
+    engine, greedy, random_target, make_head, prompts, exit_layer, head_layers, aux_layers
+):
     """Each layer's KV of verified tokens is filled; with N = 0 a draft step runs no layer of the target."""
-    directory, target, head = make_head("deep_context", exit_layer=exit_layer, head_layers=head_layers)
+    directory, target, head = make_head(
+        "deep_context", exit_layer=exit_layer, head_layers=head_layers, aux_layers=aux_layers
+    )
     outputs, rounds = run(engine, greedy, random_target, prompts, directory, enforce_eager=False)
     compared, mismatches = count_mismatches(target, head, prompts, outputs, rounds)
     assert compared > 500 and mismatches == 0
@@ -164,19 +168,21 @@ def test_parity_notices_a_fill_from_the_wrong_layer(engine, greedy, random_targe
     assert mismatches > 0.1 * compared
 
 
-def test_parity_notices_a_context_without_h_n(engine, greedy, random_target, make_head, prompts, monkeypatch):
-    """Keys and values of verified tokens come from both states."""
+@pytest.mark.parametrize("part", [1, 2], ids=["h_N", "auxiliary"])
+def test_parity_notices_a_context_without_a_part_of_it(
+    engine, greedy, random_target, make_head, prompts, monkeypatch, part
+):
+    """Keys and values of verified tokens come from all states."""
     from vllm_eesd.host.model.exit_head import DeepContextHead
 
-    directory, target, head = make_head("deep_context")
+    directory, target, head = make_head("deep_context", aux_layers=[4])
     load = DeepContextHead.load_tensors
 
-    def load_half(self, tensors, mapper):
+    def load_others(self, tensors, mapper):
         load(self, tensors, mapper)
-        weight = self.kv_proj.weight
-        weight.data[:, weight.shape[1] // 2 :] = 0
+        self.kv_proj.weight.data.chunk(3, dim=1)[part].zero_()
 
-    monkeypatch.setattr(DeepContextHead, "load_tensors", load_half)
+    monkeypatch.setattr(DeepContextHead, "load_tensors", load_others)
     compared, mismatches = count_mismatches(
         target, head, prompts, *run(engine, greedy, random_target, prompts, directory)
     )

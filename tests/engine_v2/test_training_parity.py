@@ -48,7 +48,8 @@ def test_every_layer_is_filled(engine, greedy, runner_of, random_target, prompts
     """What is drafted with two layers is what training computes; with the upper one not filled, it is not."""
     from vllm_eesd.host.model import kv_fill
 
-    directory, target, head = parity.write_new_head(random_target, tmp_path / "head", "deep_context", head_layers=2)
+    parts = {"head_layers": 2, "aux_layers": [4]}
+    directory, target, head = parity.write_new_head(random_target, tmp_path / "head", "deep_context", **parts)
     given = engine, greedy, runner_of, random_target, prompts, directory
     outputs, rounds = drafted_and_compared(*given, tmp_path / "filled.jsonl")
     compared, mismatches = parity.count_mismatches(target, head, prompts, outputs, rounds)

@@ -215,6 +215,8 @@ def test_a_deep_context_reads_two_hidden_states():
     (kv_size, hidden) = plain["layer.self_attn.k_proj.weight"]
     added = {"deep.k_proj.weight": (kv_size, 2 * hidden), "deep.v_proj.weight": (kv_size, 2 * hidden)}
     assert deep == plain | added | {"deep.inject.weight": (hidden, hidden)}
+    more = expected_shapes(make_config(head_type="deep_context", aux_layers=[2, 3], exit_layer=1))
+    assert more == deep | {name: (kv_size, 4 * hidden) for name in added}
 
 
 def test_tensors_of_several_layers():
@@ -273,6 +275,10 @@ def test_config_is_no_heads(tmp_path, content, word):
         ({"exit_layer": -1, "head_type": "deep_context"}, ("exit_layer", "is -1", "0 to 5")),
         ({"head_layers": 2}, ("head_layers", "is 2", "1 to 1", "transformer")),
         ({"head_layers": 0}, ("head_layers", "1")),
+        ({"aux_layers": [3]}, ("aux_layers", "[3]", "empty", "transformer")),
+        ({"aux_layers": [2, 3], "head_type": "deep_context"}, ("aux_layers", "[2, 3]", "without exit_layer")),
+        ({"aux_layers": [4, 3], "head_type": "deep_context"}, ("aux_layers", "[4, 3]", "rising")),
+        ({"aux_layers": [LAYERS], "head_type": "deep_context"}, ("aux_layers", "[6]", "layers of the target")),
         ({"head_layers": LAYERS + 1, "head_type": "deep_context"}, ("head_layers", "is 7", "1 to 6")),
         ({"exit_layer": LAYERS}, ("exit_layer", "is 6", "1 to 5")),
         ({"exit_layer": -1}, ("exit_layer",)),

@@ -304,6 +304,41 @@ def test_a_head_of_another_exit_layer_is_a_start_and_no_head(model_dir, tmp_path
     refused(lambda: load_head(shallow, tmp_path / "head"), "exit_layer 2", "loaded for 1")
 
 
+def test_auxiliary_layers_are_read_and_begin_as_nothing(model_dir, tmp_path):
+    """A head goes on with layers it did not read; each has columns of its own, in the order of the layers."""
+    target = make_target(model_dir, exit_layer=1)
+    more = Target(target.model, 1, [2, 3])
+    ids = torch.randint(VOCAB, (2, SEQ_LEN), generator=torch.Generator().manual_seed(1))
+    starts = random_block_starts(SEQ_LEN, (0, 0, 1))
+    states = target.layer_inputs(ids)
+    read, target_hidden, rotary = more(ids)
+    assert torch.equal(read, torch.cat([states[1], states[2], states[3]], dim=-1))
+    head = new_head(target, "last", head_layers=2)
+    torch.nn.init.normal_(head.deep.v_proj.weight, std=0.2, generator=torch.Generator().manual_seed(2))
+    write_head(
+        tmp_path / "head", head_config(target, str(model_dir), "deep_context", Prior(), None, 2), head.state_dict()
+    )
+    wide = new_head(more, str(tmp_path / "head"), head_layers=2)
+    drafted = head(*target(ids), starts)
+    torch.testing.assert_close(wide(read, target_hidden, rotary, starts), drafted, atol=FLOAT32_TOLERANCE, rtol=0)
+    size = target.config.hidden_size
+    for columns, layer in ((slice(2 * size, 3 * size), 2), (slice(3 * size, None), 3)):
+        with torch.no_grad():
+            wide.deep.v_proj.weight[:, columns].normal_(generator=torch.Generator().manual_seed(3))
+        seen = wide(read, target_hidden, rotary, starts)
+        assert not torch.allclose(seen, drafted, atol=1e-2)
+        others = torch.cat([states[1], *(states[n] * (n != layer) for n in (2, 3))], dim=-1)
+        torch.testing.assert_close(wide(others, target_hidden, rotary, starts), drafted, atol=1e-4, rtol=0)
+        with torch.no_grad():
+            wide.deep.v_proj.weight[:, columns] = 0
+    config = head_config(more, str(model_dir), "deep_context", Prior(), None, 2)
+    assert config.aux_layers == [2, 3]
+    write_head(tmp_path / "wide", config, wide.state_dict())
+    refused(lambda: load_head(target, tmp_path / "wide"), "aux_layers [2, 3]", "loaded for []")
+    refused(lambda: new_head(target, str(tmp_path / "wide")), "init", "[2, 3]", "[]")
+    assert load_head(more, tmp_path / "wide").deep.v_proj.weight.shape[1] == 4 * size
+
+
 @pytest.mark.parametrize("shape", [(24, 64), (64, 24)])
 def test_orthogonal_is_the_nearest_orthogonal_matrix_but_for_its_size(shape):
     matrix = torch.randn(shape, generator=torch.Generator().manual_seed(0))
@@ -376,6 +411,7 @@ def test_run_writes_a_head_that_loads(model_dir, text, tmp_path, capsys):
     config, tensors = ExitHeadConfig.load(head), read_tensors(head)
     config.check_target(LlamaConfig.from_pretrained(model_dir))
     assert (config.exit_layer, config.head_type, len(tensors)) == (1, "deep_context", 13)
+    assert config.aux_layers == [2, 3]  # half and three quarters; a quarter is the exit layer
     assert config.prior.alpha + config.prior.beta == pytest.approx(10)
     assert config.verifier.name_or_path == model_dir.name
     record = json.loads((tmp_path / "out.json").read_text())
@@ -409,6 +445,8 @@ def test_run_writes_a_head_that_loads(model_dir, text, tmp_path, capsys):
         ({"exit_layer": LAYERS}, ("exit_layer", "is 4", "0 to 3")),
         ({"head_layers": 2, "head_type": "transformer"}, ("head_layers", "is 2", "1", "transformer")),
         ({"head_layers": LAYERS + 1}, ("head_layers", "is 5", "1 to 4")),
+        ({"aux_layers": [2], "head_type": "transformer"}, ("aux_layers", "[2]", "empty", "transformer")),
+        ({"aux_layers": [1]}, ("aux_layers", "[1]", "without exit_layer")),
         ({"data": ["/nowhere.bin"]}, ("data", "/nowhere.bin")),
         ({"seq_len": 3_000}, ("seq_len", "128")),
         ({"steps": 0}, ("steps", "0")),

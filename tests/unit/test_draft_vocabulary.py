@@ -97,7 +97,7 @@ def test_run_writes_the_vocabulary(model_dir, text, tmp_path, capsys):
     shares = token_shares(TokenData([np.fromfile(text, dtype=np.uint16)[:-200]]), VOCAB)
     assert torch.equal(token_ids, most_frequent(shares, SIZE, [61])) and 61 in token_ids
     assert f"drafts from {SIZE} of {VOCAB} tokens, " in capsys.readouterr().out
-    target = load_target(str(model_dir), 1, "cpu")
+    target = load_target(str(model_dir), 1, "cpu", ExitHeadConfig.load(head).aux_layers)
     assert torch.equal(load_head(target, head).d2t, read_tensors(head)["d2t"])
     # The finished run resumes at its end; a head to start from leaves its vocabulary behind.
     assert run(make_args(model_dir, text, again, work=str(tmp_path / "work"))) == 0

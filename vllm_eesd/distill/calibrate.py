@@ -72,7 +72,8 @@ def run(args: argparse.Namespace) -> int:
     check_writable(args.head, FILE_BYTES, "head")
     if args.json:
         check_writable(Path(args.json).parent, FILE_BYTES, "json")
-    target = load_target(args.model, config.exit_layer, "cuda" if torch.cuda.is_available() else "cpu")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    target = load_target(args.model, config.exit_layer, device, config.aux_layers)
     head = load_head(target, args.head)
     check_seq_len(target.config, args.seq_len)
     if args.seq_len < 2 * LONGEST_DRAFT:

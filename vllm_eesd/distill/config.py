@@ -36,6 +36,11 @@ class TrainConfig(BaseModel):
     head_layers: int = Field(
         1, ge=1, le=MAX_HEAD_LAYERS, description="decoder layers of the head; more than one with deep_context only"
     )
+    aux_layers: list[int] | None = Field(
+        None,
+        description="layers of the target whose inputs a deep_context head sees verified tokens through too (default: "
+        "at a quarter, half and three quarters of its depth, if behind the exit layer; or those of the head in init)",
+    )
     draft_vocab: int | None = Field(
         None, ge=1, description="draft from the V (32k: 32000) most frequent tokens of the data only"
     )

@@ -6,7 +6,7 @@ import argparse
 from typing import Any, Literal, get_origin
 
 from vllm_eesd.distill.config import DistillConfig
-from vllm_eesd.flags import choices, default, exit_layer, positive, positive_real, thousands
+from vllm_eesd.flags import choices, default, exit_layer, layer, positive, positive_real, thousands
 
 
 def probe(parser: argparse.ArgumentParser) -> None:
@@ -45,6 +45,7 @@ def distill(parser: argparse.ArgumentParser) -> None:
     _setting(parser, "jsd_beta", type=float, metavar="B")
     _setting(parser, "head_type")
     _setting(parser, "head_layers")
+    _setting(parser, "aux_layers", type=layer, nargs="*", metavar="A")
     _setting(parser, "draft_vocab", type=thousands, metavar="V")
     _setting(parser, "accumulate", type=positive, metavar="A")
     _setting(parser, "seed", type=int)

@@ -35,7 +35,8 @@ class ExitHead(nn.Module):
         """Return the normed hidden state the LM head reads, [num_windows, seq_len, hidden_size].
 
         Args:
-            exit_hidden: [num_windows, seq_len, hidden_size] entering the target's layer N.
+            exit_hidden: [num_windows, seq_len, hidden_size] entering the target's layer N; with auxiliary layers those
+                states beside it, `Target.exit_states`.
             target_hidden: [num_windows, seq_len, hidden_size] the target's normed output; only deep context reads it.
             block_starts: [seq_len] or [num_windows, seq_len] int64, for each position where its draft block starts: the
                 position of the bonus token, up to which the target's own output is known; only deep context reads it.
@@ -79,44 +80,46 @@ class DeepContext(nn.Module):
 
     Args:
         attention: of the layer.
+        num_aux: auxiliary layers of the target that it reads; it begins by not looking at them.
         inject_size: hidden size, for the first layer: the target's output is added to its input, and its projections
             start as the layer's own, of h_N, as if there were no deep context. None for the others: theirs start as
             their own too, but of the target's output, which is nearer to what enters them.
     """
 
-    def __init__(self, attention: nn.Module, inject_size: int | None = None) -> None:
+    def __init__(self, attention: nn.Module, num_aux: int, inject_size: int | None = None) -> None:
         super().__init__()
         is_first = inject_size is not None
-        self.k_proj, self.v_proj = (_widened(own, is_first) for own in (attention.k_proj, attention.v_proj))
+        self.k_proj, self.v_proj = (_widened(own, is_first, num_aux) for own in (attention.k_proj, attention.v_proj))
         if is_first:
             self.inject = nn.Linear(inject_size, inject_size, bias=False)
             nn.init.zeros_(self.inject.weight)
 
 
-def _widened(projection: nn.Linear, of_exit_hidden: bool) -> nn.Linear:
-    """Return `projection` of [the target's output, h_N], one of which it does not look at yet."""
+def _widened(projection: nn.Linear, of_exit_hidden: bool, num_aux: int) -> nn.Linear:
+    """Return `projection` of [the target's output, h_N, auxiliary states], only one of which it looks at yet."""
     wide = copy.deepcopy(projection).requires_grad_(True)
-    others = torch.zeros_like(projection.weight)
-    halves = (others, projection.weight) if of_exit_hidden else (projection.weight, others)
-    wide.in_features, wide.weight = 2 * projection.in_features, nn.Parameter(torch.cat(halves, dim=1))
+    parts = [torch.zeros_like(projection.weight) for _ in range(2 + num_aux)]
+    parts[int(of_exit_hidden)] = projection.weight
+    wide.in_features, wide.weight = len(parts) * projection.in_features, nn.Parameter(torch.cat(parts, dim=1))
     return wide
 
 
 class DeepLayer(nn.Module):
     """One decoder layer that sees verified tokens through what the target made of them."""
 
-    def __init__(self, layer: nn.Module, inject_size: int | None = None) -> None:
-        """Take `layer` over, a copy of the target's."""
+    def __init__(self, layer: nn.Module, num_aux: int, inject_size: int | None = None) -> None:
+        """Take `layer` over, a copy of the target's; see `DeepContext`."""
         super().__init__()
         self.layer = layer
-        self.deep = DeepContext(layer.self_attn, inject_size)
+        self.deep = DeepContext(layer.self_attn, num_aux, inject_size)
 
     def run(self, hidden: Tensor, context: Tensor, rotary: Rotary, mask: Tensor) -> Tensor:
         """Return what leaves the layer, [num_windows, seq_len, hidden_size].
 
         Args:
             hidden: [num_windows, seq_len, hidden_size], what enters it.
-            context: [num_windows, seq_len, 2 * hidden_size], what keys and values of verified tokens come from.
+            context: [num_windows, seq_len, (2 + auxiliary layers) * hidden_size], what keys and values of verified
+                tokens come from.
             rotary: see `ExitHead.forward`.
             mask: see `block_mask`.
         """
@@ -147,30 +150,29 @@ class DeepLayer(nn.Module):
 
 
 class DeepContextHead(DeepLayer):
-    """Decoder layers that see verified tokens through the target's last hidden state, at no extra draft cost.
+    """Decoder layers that see verified tokens through the whole target's hidden states, at no extra draft cost.
 
     Before the round's input token everything is verified, so the target's output there is known: keys and values come
-    from it and h_N, by a second projection in every layer, and the output that produced the input token is added to the
-    first layer's input throughout the block. Within the block, a layer's keys and values come from its own input.
+    from it, h_N and the auxiliary layers' inputs, by a second projection in every layer, and the output that produced
+    the input token is added to the first layer's input throughout the block. Within the block, a layer's keys and
+    values come from its own input. (EAGLE-3 reads several layers too: arXiv 2503.01840, section 3.)
     """
 
     head_type = "deep_context"
 
-    def __init__(self, layers: Sequence[nn.Module], norm: nn.Module) -> None:
+    def __init__(self, layers: Sequence[nn.Module], norm: nn.Module, num_aux: int = 0) -> None:
         """Take `layers` over, copies of the target's, run in this order; `norm` is copied."""
-        super().__init__(layers[0], norm.weight.numel())
-        self.upper = nn.ModuleList(map(DeepLayer, layers[1:]))
+        super().__init__(layers[0], num_aux, norm.weight.numel())
+        self.upper = nn.ModuleList(DeepLayer(layer, num_aux) for layer in layers[1:])
         self.norm = copy.deepcopy(norm).requires_grad_(True)
+        self._num_aux, self._eps = num_aux, norm.variance_epsilon
 
     def forward(self, exit_hidden: Tensor, target_hidden: Tensor, rotary: Rotary, block_starts: Tensor) -> Tensor:
         """Return the normed hidden state; see `ExitHead.forward`."""
-        context = torch.cat([target_hidden, self.layer.input_layernorm(exit_hidden)], dim=-1)
-        return self.draft(exit_hidden, target_hidden, context, rotary, block_starts)
-
-    def draft(
-        self, exit_hidden: Tensor, target_hidden: Tensor, context: Tensor, rotary: Rotary, block_starts: Tensor
-    ) -> Tensor:
-        """Return the normed hidden state, with another `context`; see `ExitHead.forward` and `DeepLayer.run`."""
+        exit_hidden, *aux = exit_hidden.chunk(1 + self._num_aux, dim=-1)
+        # Without weights of their own: the projection that reads them has enough.
+        aux = [F.rms_norm(state.float(), state.shape[-1:], eps=self._eps).to(state.dtype) for state in aux]
+        context = torch.cat([target_hidden, self.layer.input_layernorm(exit_hidden), *aux], dim=-1)
         starts = block_starts.expand(len(exit_hidden), -1)[..., None]
         produced_input = torch.take_along_dim(target_hidden, (starts - 1).clamp(min=0), dim=1) * (starts > 0)
         hidden, mask = exit_hidden + self.deep.inject(produced_input), block_mask(block_starts).unsqueeze(-3)
@@ -223,23 +225,38 @@ def new_head(target: Target, init: str, head_type: str = "deep_context", head_la
     decoder = target.model.model
     first = min(target.exit_layer if init == "exit" else math.inf, len(decoder.layers) - head_layers)
     layers = [_plain_layer(layer, target.config) for layer in decoder.layers[first : first + head_layers]]
-    head = HEAD_CLASSES[head_type](layers, decoder.norm)
+    aux = {"num_aux": len(target.aux_layers)} if head_type == "deep_context" else {}
+    head = HEAD_CLASSES[head_type](layers, decoder.norm, **aux)
     if init not in ("last", "exit"):
         config = ExitHeadConfig.load(init)
         config.check_target(target.config)
-        head.load_state_dict(read_tensors(init), strict=False)
+        if config.aux_layers != target.aux_layers[: len(config.aux_layers)]:
+            # The columns of its projections are in that order.
+            raise ValueError(f"init: {init} reads layers {config.aux_layers}, not the first of {target.aux_layers}")
+        own = head.state_dict()
+        # What it did not read it begins by not looking at.
+        tensors = {name: _padded(tensor, own[name]) for name, tensor in read_tensors(init).items() if name in own}
+        head.load_state_dict(tensors, strict=False)
     return head
+
+
+def _padded(tensor: Tensor, like: Tensor) -> Tensor:
+    """Return a checkpoint's tensor with zeros for the columns that the head's own has beyond it."""
+    more = like.shape[-1] - tensor.shape[-1]
+    return F.pad(tensor, (0, more)) if more > 0 else tensor
 
 
 def load_head(target: Target, directory: str | os.PathLike) -> nn.Module:
     """Return the head in `directory`, in float32, frozen.
 
     Raises:
-        ValueError: no head there, or one of another target or exit layer.
+        ValueError: no head there, or one of another target, exit layer or auxiliary layers.
     """
     config = ExitHeadConfig.load(directory)
     if config.exit_layer != target.exit_layer:
         raise ValueError(f"{directory} has exit_layer {config.exit_layer}, target loaded for {target.exit_layer}")
+    if config.aux_layers != target.aux_layers:
+        raise ValueError(f"{directory} has aux_layers {config.aux_layers}, target loaded for {target.aux_layers}")
     head = new_head(target, str(directory), config.head_type, config.head_layers)
     if (d2t := read_tensors(directory).get(D2T_NAME)) is not None:
         restrict(head, token_ids_of(d2t))
@@ -259,6 +276,7 @@ def head_config(
         exit_layer=target.exit_layer,
         head_type=head_type,
         head_layers=head_layers,
+        aux_layers=target.aux_layers,
         verifier=target_verifier(target.config, name_or_path),
         transformer_layer_config=layer_config(target.config),
         draft_vocab_size=draft_vocab_size,

@@ -24,7 +24,7 @@ from vllm_eesd.distill.metrics import evaluate
 from vllm_eesd.distill.model import head_config, new_head
 from vllm_eesd.distill.probe import best_exit_layer, probe
 from vllm_eesd.distill.report import check_writable, command, serve_command, write_json
-from vllm_eesd.distill.target import Target, load_target
+from vllm_eesd.distill.target import Target, default_aux_layers, load_target
 from vllm_eesd.distill.text import check_seq_len, measuring_windows, read_text, read_traces
 from vllm_eesd.distill.train import train
 from vllm_eesd.distill.training_record import record_of
@@ -63,6 +63,7 @@ def run(args: argparse.Namespace) -> int:
                 _open_tensorboard(config.tensorboard).close()
         exit_layer = processes.agree(_exit_layer(config) if processes.is_first() else 0)
         target = load_target(config.model, exit_layer, "cpu")
+        target.aux_layers = _aux_layers(config, target)
         if config.draft_vocab is not None:
             check_size(config.draft_vocab, target.config.vocab_size)
         _head_config(config, target, Prior())  # refuses what could not be written in the end
@@ -162,6 +163,15 @@ def _exit_layer(config: DistillConfig) -> int:
     exit_layer = best_exit_layer(results)
     print(f"exit layer {exit_layer} of {target.config.num_hidden_layers}, chosen as `eesd probe` does", flush=True)
     return exit_layer
+
+
+def _aux_layers(config: DistillConfig, target: Target) -> list[int]:
+    """Return the layers that the head reads beside N."""
+    if config.aux_layers is not None:
+        return config.aux_layers
+    if config.init not in ("last", "exit"):
+        return ExitHeadConfig.load(config.init).aux_layers
+    return default_aux_layers(target) if config.head_type == "deep_context" else []
 
 
 def _check_room(config: DistillConfig, head: nn.Module) -> None:

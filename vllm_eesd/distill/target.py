@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,13 +16,14 @@ Rotary = tuple[Tensor, Tensor]
 
 
 class Target(nn.Module):
-    """The target, frozen; forward stops nowhere but also returns what enters the exit layer."""
+    """The target, frozen; forward stops nowhere but also returns what enters the exit layer and the auxiliary ones."""
 
-    def __init__(self, model: nn.Module, exit_layer: int) -> None:
+    def __init__(self, model: nn.Module, exit_layer: int, aux_layers: Sequence[int] = ()) -> None:
         super().__init__()
         self.model = model.requires_grad_(False).eval()
         self.config = model.config
         self.exit_layer = exit_layer
+        self.aux_layers = list(aux_layers)
 
     @property
     def lm_head(self) -> nn.Linear:
@@ -33,17 +35,28 @@ class Target(nn.Module):
         return round(self.model.model.norm.weight.double().sum().item(), 6)
 
     def forward(self, ids: Tensor) -> tuple[Tensor, Tensor, Rotary]:
-        """Return (hidden state entering layer N, normed output, rotary cos and sin).
+        """Return (`exit_states`, normed output, rotary cos and sin).
 
         Args:
             ids: [num_windows, seq_len] int64; all positions attend to all earlier ones of their window.
         """
         hidden, arguments = self.embed(ids)
+        read = {}
         for index, layer in enumerate(self.model.model.layers):
-            if index == self.exit_layer:
-                exit_hidden = hidden
+            if index == self.exit_layer or index in self.aux_layers:
+                read[index] = hidden
             hidden = layer(hidden, **arguments)
-        return exit_hidden, self.model.model.norm(hidden), arguments["position_embeddings"]
+        return self.exit_states(read), self.model.model.norm(hidden), arguments["position_embeddings"]
+
+    def exit_states(self, states: Mapping[int, Tensor] | Sequence[Tensor]) -> Tensor:
+        """Return what a head reads beside the output: what enters layer N and, side by side, each auxiliary layer.
+
+        Args:
+            states: what enters each layer, or those that are read, [num_windows, seq_len, hidden_size].
+        Returns:
+            [num_windows, seq_len, (1 + auxiliary layers) * hidden_size].
+        """
+        return torch.cat([states[index] for index in (self.exit_layer, *self.aux_layers)], dim=-1)
 
     def embed(self, ids: Tensor) -> tuple[Tensor, dict[str, Any]]:
         """Return (what enters layer 0, the arguments every layer takes beside the hidden state)."""
@@ -62,7 +75,13 @@ class Target(nn.Module):
         return states
 
 
-def load_target(name_or_path: str, exit_layer: int, device: str) -> Target:
+def default_aux_layers(target: Target) -> list[int]:
+    """Return those at a quarter, half and three quarters of the target's depth that lie behind its exit layer."""
+    depth = target.config.num_hidden_layers
+    return sorted({layer for layer in (depth // 4, depth // 2, 3 * depth // 4) if layer > target.exit_layer})
+
+
+def load_target(name_or_path: str, exit_layer: int, device: str, aux_layers: Sequence[int] = ()) -> Target:
     """Return the target in float32.
 
     Raises:
@@ -84,4 +103,4 @@ def load_target(name_or_path: str, exit_layer: int, device: str) -> Target:
             f"model: {name_or_path!r} has no safetensors that can be read; pickled weights are never loaded ({reason})"
         ) from None
     fold_logits_scaling(model)
-    return Target(model.to(device), exit_layer)
+    return Target(model.to(device), exit_layer, aux_layers)

@@ -15,6 +15,8 @@ from vllm_eesd.files import replacing
 
 CONFIG_NAME = "config.json"
 SPECULATORS_MODEL_TYPE = "eesd"
+#: EAGLE-3 reads three hidden states in all; every one is kept for all tokens of a step.
+MAX_AUX_LAYERS = 8
 # The release of `speculators` whose config layout this one follows.
 SPECULATORS_VERSION = "0.9.0"
 # A model's config is a few KiB: anything far larger is none.
@@ -74,10 +76,12 @@ class ExitHeadConfig(BaseModel):
             headless heads may also use N = number of layers (the whole target, for self-tests), deep-context heads
             N = 0 (the embedding).
         head_type: `headless` (the target's final norm), `transformer` (one decoder layer and an RMSNorm),
-            `deep_context` (the same, seeing verified tokens through the target's last hidden state) or `mlp` (norm, MLP
-            with residual, RMSNorm; no KV).
+            `deep_context` (the same, seeing verified tokens through hidden states of the whole target) or `mlp` (norm,
+            MLP with residual, RMSNorm; no KV).
         head_layers: M, its decoder layers; more than one only where all of them are filled from the target's last
             hidden state, `deep_context`.
+        aux_layers: auxiliary layers of the target, in rising order: what enters them a `deep_context` head sees
+            verified tokens through too, beside h_N and the last hidden state.
         verifier: the target.
         transformer_layer_config: the target's text config, as its own config.json states it.
         draft_vocab_size: how many of the target's tokens the head can draft; None is all of them.
@@ -89,6 +93,7 @@ class ExitHeadConfig(BaseModel):
     exit_layer: int
     head_type: Literal["headless", "transformer", "deep_context", "mlp"]
     head_layers: int = Field(1, ge=1, le=MAX_HEAD_LAYERS)
+    aux_layers: list[int] = Field([], max_length=MAX_AUX_LAYERS)
     verifier: Verifier
     transformer_layer_config: dict[str, Any] = {}
     draft_vocab_size: int | None = None
@@ -103,6 +108,13 @@ class ExitHeadConfig(BaseModel):
         most = self.verifier.num_hidden_layers if self.head_type == "deep_context" else 1
         if self.head_layers > most:
             raise ValueError(f"head_layers is {self.head_layers}, must be 1 to {most} for a {self.head_type} head")
+        if self.aux_layers and self.head_type != "deep_context":
+            raise ValueError(f"aux_layers is {self.aux_layers}, must be empty for a {self.head_type} head")
+        others = sorted({*range(self.verifier.num_hidden_layers)} - {self.exit_layer})
+        if self.aux_layers != [layer for layer in others if layer in self.aux_layers]:
+            raise ValueError(
+                f"aux_layers is {self.aux_layers}, must be layers of the target in rising order, without exit_layer"
+            )
         if size is not None and headless:
             raise ValueError(f"draft_vocab_size is {size}, must be null for a headless head: it has no tensors")
         if size is not None and not 1 <= size < vocab_size:
@@ -180,6 +192,7 @@ class ExitHeadConfig(BaseModel):
             "exit_layer": self.exit_layer,
             "head_type": self.head_type,
             "head_layers": self.head_layers,
+            "aux_layers": self.aux_layers,
             "transformer_layer_config": self.transformer_layer_config,
             "draft_vocab_size": self.draft_vocab_size,
             "prior": self.prior.model_dump(),

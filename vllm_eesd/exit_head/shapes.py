@@ -19,6 +19,7 @@ class Head(Protocol):
 
     head_type: str
     head_layers: int
+    aux_layers: list[int]
     verifier: Any
     transformer_layer_config: dict[str, Any]
     draft_vocab_size: int | None
@@ -56,9 +57,10 @@ def expected_shapes(config: Head) -> dict[str, tuple[int, ...]]:
         shapes = {f"layer.{name}": shape for name, shape in shapes.items()}
     if config.head_type == "deep_context":
         read_again = ("layer.self_attn.k_proj.", "layer.self_attn.v_proj.")
-        # A bias has one dimension; a weight reads two hidden states side by side.
+        # A bias has one dimension; a weight reads two hidden states, and the auxiliary ones, side by side.
+        read = 2 + len(config.aux_layers)
         shapes |= {
-            name.replace("layer.self_attn", "deep"): (shape[0], *(2 * size for size in shape[1:]))
+            name.replace("layer.self_attn", "deep"): (shape[0], *(read * size for size in shape[1:]))
             for name, shape in shapes.items()
             if name.startswith(read_again)
         }

@@ -136,14 +136,14 @@ class DeepLayer(nn.Module):
         index: of the head's layers, from 0.
     """
 
-    def __init__(self, vllm_config: VllmConfig, target: nn.Module, index: int) -> None:
+    def __init__(self, vllm_config: VllmConfig, target: nn.Module, config: ExitHeadConfig, index: int) -> None:
         super().__init__()
         self.layer = _new_layer(vllm_config, target, index)
-        self.kv_proj = _kv_projection(self.layer.self_attn, vllm_config)
+        self.kv_proj = _kv_projection(self.layer.self_attn, vllm_config, config)
 
 
 class DeepContextHead(ExitHead):
-    """An exit head whose KV of verified tokens comes from the target's last hidden state and h_N, both normed.
+    """An exit head whose KV of verified tokens comes from the target's last hidden state, h_N and others, all normed.
 
     Drafting writes KV from a layer's own input; verification then overwrites it. The normed output that
     produced the round's input token is also added, projected, to the first layer's input in every step of the round.
@@ -153,10 +153,13 @@ class DeepContextHead(ExitHead):
 
     def __init__(self, vllm_config: VllmConfig, target: nn.Module, config: ExitHeadConfig) -> None:
         super().__init__(vllm_config, target, config)
-        hidden_size = vllm_config.model_config.hf_text_config.hidden_size
-        self.kv_proj = _kv_projection(self.layer.self_attn, vllm_config)
+        hf_config = vllm_config.model_config.hf_text_config
+        hidden_size, self._eps = hf_config.hidden_size, hf_config.rms_norm_eps
+        self._aux_layers = config.aux_layers
+        self.kv_proj = _kv_projection(self.layer.self_attn, vllm_config, config)
         self.inject = ReplicatedLinear(hidden_size, hidden_size, bias=False, prefix="eesd_exit.inject")
-        self.upper = nn.ModuleList(DeepLayer(vllm_config, target, index) for index in range(1, config.head_layers))
+        upper = range(1, config.head_layers)
+        self.upper = nn.ModuleList(DeepLayer(vllm_config, target, config, index) for index in upper)
 
     @property
     def decoder_layers(self) -> tuple[nn.Module, ...]:
@@ -175,26 +178,39 @@ class DeepContextHead(ExitHead):
     def hook_kv_fill(self, target: nn.Module, exit_layer: int) -> None:
         """Make every forward of the target fill the exit layers' KV just after its last layer ran.
 
-        What entered layer `exit_layer` waits for that in a list: the compiler sees where it goes, and keeps it alive.
+        What entered layer `exit_layer` and the auxiliary ones waits for that in a mapping: the compiler sees where it
+        goes, and keeps it alive.
         """
-        entered: list[torch.Tensor] = []
+        entered: dict[int, torch.Tensor] = {}
 
-        def keep(_layer: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
-            normed = self.layer.input_layernorm(summed(*args[1:]))
-            torch.ops.eesd.keep(args[1], normed)
-            entered.append(normed)
+        def keep_of(index: int) -> Callable[[nn.Module, tuple[torch.Tensor, ...]], None]:
+            norm = self.layer.input_layernorm if index == exit_layer else self._unweighted_norm
+
+            def keep(_layer: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+                entered[index] = norm(summed(*args[1:]))
+                torch.ops.eesd.keep(args[1], entered[index])
+
+            return keep
 
         def fill(_layer: nn.Module, args: tuple[torch.Tensor, ...], output: tuple | torch.Tensor) -> None:
             hidden_states, residual = output if self._with_residual else (output, None)
             # A new tensor again, and the final norm a second time: its result is out of reach of a hook.
-            context = torch.cat([target.model.norm(summed(hidden_states, residual)), entered.pop()], dim=-1)
+            last = target.model.norm(summed(hidden_states, residual))
+            context = torch.cat([last, *(entered.pop(index) for index in kept)], dim=-1)
             for filled in (self, *self.upper):
                 key, value = filled.kv_proj(context)[0].chunk(2, dim=-1)
                 written = torch.zeros_like(key), key.contiguous(), value.contiguous()
                 fill_layer(filled.layer.self_attn, args[0], hidden_states, *written)
 
-        target.model.layers[exit_layer].register_forward_pre_hook(keep)
+        kept = exit_layer, *self._aux_layers
+        for index in kept:
+            target.model.layers[index].register_forward_pre_hook(keep_of(index))
         target.model.layers[-1].register_forward_hook(fill)
+
+    def _unweighted_norm(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Return the states at a root mean square of 1; the projection that reads them has weights enough."""
+        normed = torch.nn.functional.rms_norm(hidden_states.float(), hidden_states.shape[-1:], eps=self._eps)
+        return normed.to(hidden_states.dtype)
 
     def forward(self, positions: torch.Tensor, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         residual = None
@@ -259,13 +275,13 @@ def load_head(
     return head
 
 
-def _kv_projection(attention: nn.Module, vllm_config: VllmConfig) -> QKVParallelLinear:
-    """Return a layer's projection of two hidden states without queries.
+def _kv_projection(attention: nn.Module, vllm_config: VllmConfig, config: ExitHeadConfig) -> QKVParallelLinear:
+    """Return a layer's projection of two hidden states and the auxiliary ones, without queries.
 
     Where there are more ranks than KV heads, several hold one head.
     """
     return QKVParallelLinear(
-        2 * vllm_config.model_config.hf_text_config.hidden_size,
+        (2 + len(config.aux_layers)) * vllm_config.model_config.hf_text_config.hidden_size,
         attention.head_dim,
         total_num_heads=0,
         total_num_kv_heads=attention.total_num_kv_heads,
