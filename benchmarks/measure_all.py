@@ -111,6 +111,8 @@ IN_BFLOAT16 = {
     HELD_OUT + SAMPLED + BFLOAT16: replace(_SIZE, temperature=TEMPERATURE),
 }
 BUDGET_HEAD = f"{MODEL}/peers/exit_head"
+#: Tokens a peer drafts a round: whichever serves it best counts.
+PEER_LENGTHS = (2, 3, 5)
 RATES, REQUESTS, ARRIVAL_ROUNDS, SEED = (2.0, 6.0), 8, 2, 0
 WATERFALL_SCRIPT = [sys.executable, str(ROOT / "benchmarks" / "waterfall.py")]
 WATERFALL = ["--tokens", "64", "--rounds", "1"]
@@ -180,18 +182,42 @@ def measure_all(workloads: dict[str, Size], quick: bool, console: Any) -> int:
                 failed |= measure_workloads(whole, workloads, console)
                 if HELD_OUT in workloads:
                     console.print(arrival_table(throughput(whole, workloads[HELD_OUT], quick)))
-        apart: list[tuple[EngineSettings, list[str], dict[str, Size]]] = []
+        # Started when the others but plain vLLM are gone: so many would not fit into memory at once.
         if HELD_OUT in prompts and (ROOT / BUDGET_HEAD).is_dir():
-            peers = [peer for peer in TRAINED_PEERS if peer not in left_out]
-            apart.append((replace(settings, head=BUDGET_HEAD), ["eesd-head", *peers], OF_SAME_BUDGET))
+            texts = dict.fromkeys(OF_SAME_BUDGET, prompts[HELD_OUT])
+            whole = replace(session, settings=replace(settings, head=BUDGET_HEAD), prompts=texts)
+            failed |= measure_same_budget(
+                whole, [p for p in TRAINED_PEERS if p not in left_out], longest, quick, console
+            )
         if HELD_OUT in workloads:
-            apart.append((replace(settings, dtype="bfloat16"), ["plain", *methods], IN_BFLOAT16))
-        for other, others, sizes in apart:
-            # Started when the others but plain vLLM are gone: so many would not fit into memory at once.
-            with running_engines(others, other, longest, progress) as engines:
-                texts = dict.fromkeys(sizes, prompts[HELD_OUT])
-                alone = replace(session, engines=plain | engines, settings=other, prompts=texts)
-                failed |= measure_workloads(alone, quick_sizes(sizes) if quick else sizes, console)
+            half = replace(settings, dtype="bfloat16")
+            with running_engines(["plain", *methods], half, longest, progress) as engines:
+                texts = dict.fromkeys(IN_BFLOAT16, prompts[HELD_OUT])
+                whole = replace(session, engines=plain | engines, settings=half, prompts=texts)
+                failed |= measure_workloads(whole, quick_sizes(IN_BFLOAT16) if quick else IN_BFLOAT16, console)
+    return failed
+
+
+def measure_same_budget(session: Session, peers: list[str], longest: int, quick: bool, console: Any) -> int:
+    """Measure the exit head beside peers of every length; return 1 if eesd's output is not plain's.
+
+    Peers of one length are started at a time, and paired with plain vLLM and the exit head in a run of their own. The
+    rows of these two are those of the first.
+    """
+    sizes, failed = quick_sizes(OF_SAME_BUDGET) if quick else OF_SAME_BUDGET, 0
+    found: dict[str, list[dict[str, Any]]] = {workload: [] for workload in sizes}
+    with running_engines(["eesd-head"], session.settings, longest, session.progress) as ours:
+        for length in PEER_LENGTHS[:1] if quick else PEER_LENGTHS:
+            named = [f"{peer}@{length}" for peer in peers]
+            with running_engines(named, session.settings, longest, session.progress) as theirs:
+                whole = replace(session, engines=session.engines | ours | theirs)
+                for workload, size in sizes.items():
+                    rows = measure_rows(whole, workload, size)
+                    console.print(latency_table(rows))
+                    failed |= report_gate(rows, console)
+                    found[workload] += [row for row in rows if length == PEER_LENGTHS[0] or row["method"] in named]
+    for workload, rows in found.items():
+        session.write(f"latency-{workload}.json", sorted(rows, key=lambda row: row["batch"]))
     return failed
 
 
@@ -224,7 +250,14 @@ def trained(settings: EngineSettings, peer: str) -> dict[str, Any]:
 
 
 def latency(session: Session, workload: str, size: Size) -> list[dict[str, Any]]:
-    """Measure and write a workload's rows; methods that take part in none of its sizes are not in them."""
+    """Measure and write a workload's rows."""
+    rows = measure_rows(session, workload, size)
+    session.write(f"latency-{workload}.json", rows)
+    return rows
+
+
+def measure_rows(session: Session, workload: str, size: Size) -> list[dict[str, Any]]:
+    """Return a workload's rows; methods that take part in none of its sizes are not in them."""
     rows = []
     for batch in size.batches:
         left_out = {"eesd-head"} if not size.head_alone else set()
@@ -236,7 +269,6 @@ def latency(session: Session, workload: str, size: Size) -> list[dict[str, Any]]
         if size.up_to_loops:
             work = ended_at_loops(engines["plain"], work)
         rows += latency_rows(engines, settings, work, batch, session.progress)
-    session.write(f"latency-{workload}.json", rows)
     return rows
 
 

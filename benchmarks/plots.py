@@ -52,7 +52,7 @@ def plot_speedup(path: Path, latency: dict[str, list[dict[str, Any]]]) -> None:
     drawn = {label: bars for axes in panels for bars, label in zip(*axes.get_legend_handles_labels(), strict=True)}
     shown = [method for method in methods if method in drawn]
     handles = [drawn[method] for method in shown]
-    figure.legend(handles, shown, loc="outside upper center", ncols=len(shown), fontsize="small")
+    figure.legend(handles, shown, loc="outside upper center", ncols=min(6, len(shown)), fontsize="small")
     save(figure, path)
 
 

@@ -449,6 +449,11 @@ def test_peers_are_taken_from_the_targets_directory_and_missed_where_they_are_no
     drafts = {"method": "draft_model", "model": str(trained), "num_speculative_tokens": 3}
     drafts |= {"draft_sample_method": "probabilistic"}
     assert settings.method_arguments("draft_model")["speculative_config"] == drafts
+    five = settings.method_arguments("draft_model@5")["speculative_config"]
+    assert five == drafts | {"num_speculative_tokens": 5} and settings.missing("draft_model@5") is None
+    known = ("plain", "eagle", "eagle@5", "draft_model@16")
+    assert [engines.is_method(method) for method in known] == [True] * 4
+    assert not any(map(engines.is_method, ("eagle@", "eagle@0", "eagle@17", "eagle@x", "eesd@3", "elephant")))
     assert EngineSettings("target", peers="elsewhere").peer("eagle") == Path("elsewhere/eagle")
     monkeypatch.setattr(engines, "find_spec", lambda name: None)
     assert settings.missing("suffix") == "arctic-inference is not installed; `make suffix` builds it"

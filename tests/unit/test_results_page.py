@@ -243,15 +243,15 @@ def test_one_session_measures_everything_the_page_shows(page_of, tmp_path, monke
         measured.HELD_OUT + measured.UP_TO_LOOPS: measured.Size(2, (2,), 3, up_to_loops=True),
     }
     assert measured.measure_all(sizes, False, Console(file=io.StringIO())) == 0
-    drafting, of_the_same_budget = ["eesd", "eesd-head", "ngram"], ["eesd-head", "draft_model"]
-    assert started == [["plain"], drafting, of_the_same_budget, ["plain", *drafting]]
+    drafting, peers = ["eesd", "eesd-head", "ngram"], [f"draft_model@{length}" for length in (2, 3, 5)]
+    assert started == [["plain"], drafting, ["eesd-head"], *([peer] for peer in peers), ["plain", *drafting]]
     rows = json.loads((tmp_path / "latency-held_out_code.json").read_text())
     assert [(r["batch"], r["method"]) for r in rows] == [
         (batch, method) for batch in (1, 2, 4) for method in ["plain", *drafting]
     ]
     budget = json.loads((tmp_path / "latency-same_budget_up_to_loops.json").read_text())
     assert [(r["batch"], r["method"]) for r in budget] == [
-        (batch, method) for batch in (1, 2) for method in ["plain", *of_the_same_budget]
+        (batch, method) for batch in (1, 2) for method in ["plain", "eesd-head", *peers]
     ]
     half = json.loads((tmp_path / "latency-held_out_code_sampled_bfloat16.json").read_text())
     assert {r["dtype"] for r in half} == {"bfloat16"} and {r["dtype"] for r in rows + budget} == {"float32"}
@@ -268,7 +268,8 @@ def test_one_session_measures_everything_the_page_shows(page_of, tmp_path, monke
     text = (tmp_path / "results.md").read_text()
     assert "- `suffix` is left out: not built." in text and "- `eagle` is left out: not trained." in text
     assert "--methods plain,eesd,eesd-head,ngram --batch 1,2,4 " in text
-    assert f"--head {measured.BUDGET_HEAD} --methods plain,eesd-head,draft_model --batch 1,2 " in text
+    named = ",".join(["plain", "eesd-head", *peers])
+    assert f"--head {measured.BUDGET_HEAD} --methods {named} --batch 1,2 " in text
 
 
 def test_the_gpu_page_is_what_the_results_say(page_of):

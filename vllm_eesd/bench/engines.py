@@ -34,8 +34,8 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 8, "prompt_lookup_min": 2,
 #: Needs arctic-inference, which is built from source. What it generated before is not kept: a measurement asks the same
 #: prompts again and again, and it would draft its own answers from the last time. The rest is vLLM's default.
 SUFFIX = {"method": "suffix", "suffix_decoding_max_cached_requests": 0}
-#: Methods that a trained model drafts for, in a directory of that name; tokens they draft. Where a request samples they
-#: draw their drafts, which vLLM by default does not.
+#: Methods that a trained model drafts for, in a directory of that name; tokens they draft, unless METHOD@K says K.
+#: Where a request samples they draw their drafts, which vLLM by default does not.
 TRAINED_PEERS, PEER_DRAFT_LENGTH = ("draft_model", "eagle"), 3
 #: Room after the last token: a round near max_model_len is cut short, and that is not what is measured.
 SPARE_TOKENS = 64
@@ -109,9 +109,10 @@ class EngineSettings:
             if method == "eesd-head" and self.policy == "goodput":  # no other policy copies anything
                 settings = replace(self, policy_args={**self.policy_args, "ngram": False})
             return {"speculative_config": settings.eesd_config(), "worker_extension_cls": WORKER_EXTENSION}
-        if method in TRAINED_PEERS:
-            config = {"method": method, "model": str(self.peer(method)), "draft_sample_method": "probabilistic"}
-            config["num_speculative_tokens"] = PEER_DRAFT_LENGTH
+        name, length = name_and_length(method)
+        if name in TRAINED_PEERS:
+            config = {"method": name, "model": str(self.peer(name)), "draft_sample_method": "probabilistic"}
+            config["num_speculative_tokens"] = length
         elif (config := {"ngram": NGRAM, "suffix": SUFFIX}.get(method)) is None:
             return {}
         return {"speculative_config": dict(config), "worker_extension_cls": WORKER_EXTENSION}
@@ -124,9 +125,22 @@ class EngineSettings:
         """Return what a method would need that is not here, None if nothing is missing."""
         if method == "suffix" and find_spec("arctic_inference") is None:
             return "arctic-inference is not installed; `make suffix` builds it"
-        if method in TRAINED_PEERS and not (self.peer(method) / "config.json").is_file():
-            return f"{self.peer(method)} holds no model; `models/make/train_drafters.py --help` says how to train one"
+        name, _ = name_and_length(method)
+        if name in TRAINED_PEERS and not (self.peer(name) / "config.json").is_file():
+            return f"{self.peer(name)} holds no model; `models/make/train_drafters.py --help` says how to train one"
         return None
+
+
+def name_and_length(method: str) -> tuple[str, int]:
+    """Return a method's name and how many tokens it drafts a round, which means something for `TRAINED_PEERS` only."""
+    name, _, length = method.partition("@")
+    return name, int(length) if length.isdecimal() else PEER_DRAFT_LENGTH
+
+
+def is_method(method: str) -> bool:
+    """Return whether there is such a method, METHOD@K for a trained peer that drafts K tokens included."""
+    name, at, length = method.partition("@")
+    return method in METHODS or bool(at) and name in TRAINED_PEERS and length.isdecimal() and 0 < int(length) <= 16
 
 
 def load_target(model: str, progress: Callable[[str], None]) -> tuple[PretrainedConfig, PreTrainedTokenizerBase]:

@@ -100,7 +100,7 @@ def measured(parser: argparse.ArgumentParser, rounds: int) -> None:
 
 def compared(parser: argparse.ArgumentParser) -> None:
     """Which methods, and what they draft with."""
-    text = "of plain, eesd, eesd-head, ngram, suffix, draft_model, eagle; comma-separated"
+    text = "of plain, eesd, eesd-head, ngram, suffix, draft_model, eagle (eagle@K drafts K tokens); comma-separated"
     parser.add_argument("--methods", type=words, default=["plain", "eesd", "ngram"], metavar="M,...", help=text)
     drafting(parser)
     text = "directory of draft_model/ and eagle/; default: peers/ in the target's"

@@ -17,7 +17,7 @@ from rich.live import Live
 from rich.spinner import Spinner
 from rich.table import Table
 
-from vllm_eesd.bench.engines import METHODS, OURS, EngineSettings, encode_prompts, running_engines
+from vllm_eesd.bench.engines import METHODS, OURS, EngineSettings, encode_prompts, is_method, running_engines
 from vllm_eesd.bench.loops import tokens_before_loops
 from vllm_eesd.bench.measure import Work, measure, rows
 from vllm_eesd.bench.prompts import chosen_file, read_prompts
@@ -81,10 +81,11 @@ def check_methods(methods: list[str], settings: EngineSettings) -> None:
     Raises:
         ValueError: so; one line.
     """
-    unknown = [method for method in methods if method not in METHODS]
+    unknown = [method for method in methods if not is_method(method)]
     if unknown or not methods or len(set(methods)) < len(methods):
         shown = unknown[0] if unknown else ",".join(methods)
-        raise ValueError(f"methods={shown!r} is not usable; allowed: each once of {', '.join(METHODS)}")
+        allowed = f"each once of {', '.join(METHODS)}; draft_model@K and eagle@K draft K tokens, at most 16"
+        raise ValueError(f"methods={shown!r} is not usable; allowed: {allowed}")
     for method in methods:
         if (missing := settings.missing(method)) is not None:
             raise ValueError(f"methods={method!r} is not usable here: {missing}")
