@@ -4,7 +4,7 @@
     python benchmarks/pages.py reliability         # docs/reliability.md and docs/compatibility.md (make reliability)
     python benchmarks/pages.py policies            # docs/policies.md: replays every policy, which takes two minutes
     python benchmarks/pages.py constants           # docs/policies.md: what each constant earns
-    python benchmarks/pages.py gpu                 # docs/gpu.md and its plot (benchmarks/gpu/run_all.sh)
+    python benchmarks/pages.py gpu                 # docs/gpu.md and its plot (benchmarks/gpu/run_all.sh, which_head.py)
 
 Results are written by benchmarks/measure_all.py (latency-*, throughput-*, methods.json), benchmarks/waterfall.py,
 benchmarks/harness.py (*.csv), benchmarks/bench_live_policies.py, benchmarks/ablate_policy.py and the tests (fuzz,
@@ -212,6 +212,7 @@ def gpu_text(folder: Path = RESULTS) -> str:
         round_ms=costs["draft_round_ms"][0][1],
         kernels=page_gpu.by_kernel(kernels),
         copy_gb_per_s=kernels[0]["copy_gb_per_s"],
+        heads=load(folder / "which_head.json"),
     )
 
 

@@ -78,7 +78,9 @@ def main() -> None:
                 rows.append(row)
                 print(row, flush=True)
     published = {drafter: asdict(known) for drafter, known in PUBLISHED.items()}
-    write_json(RESULT, {"recorded": asdict(recorded), "published": published, "length": LENGTH, "rows": rows})
+    known = {"recorded": asdict(recorded), "published": published, "length": LENGTH}
+    known["labels"] = ["EESD at the same depth", "EESD at the same N", *PUBLISHED]
+    write_json(RESULT, known | {"context": CONTEXT, "draft_vocab": DRAFT_VOCAB, "rows": rows})
 
 
 def devices(shape: Shape, gpu: Gpu) -> int:

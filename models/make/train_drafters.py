@@ -400,7 +400,8 @@ def measure(args: argparse.Namespace) -> None:
         on_greedy = evaluate(drafter.target, drafter.head, greedy, first - 1)
         print(
             f"{name}: loss {_mean_losses(run, 50)[name]}; "
-            f"text: overlap {on_text['overlap']:.4f}, {on_text['expected_matches']:.3f} of 8 match; "
+            f"text: KL {on_text['kl']:.4f}, overlap {on_text['overlap']:.4f}, "
+            f"{on_text['expected_matches']:.3f} of 8 match; "
             f"greedy: agreement {on_greedy['agreement']:.4f}, {on_greedy['expected_matches']:.3f} of 8 match",
             flush=True,
         )
