@@ -107,7 +107,8 @@ def test_more_ranks_than_kv_heads(tmp_path):
         initializer_range=0.12,
     )
     LlamaForCausalLM(config).save_pretrained(tmp_path / "target")
-    made = write_new_head(str(tmp_path / "target"), tmp_path / "head", "deep_context", head_layers=2)
+    parts = {"head_layers": 2, "aux_layers": [3]}
+    made = write_new_head(str(tmp_path / "target"), tmp_path / "head", "deep_context", **parts)
     directory, target, head = made
     words, _, said = run_two_ranks(str(tmp_path / "target"), directory)
     assert "ROUNDS" in words, said[-4000:]
