@@ -1,6 +1,6 @@
 """What `make bench` measures: every table of docs/results.md that can be measured on this machine.
 
-    python benchmarks/measure_all.py [--only held_out_code] [--quick]
+    python benchmarks/measure_all.py [--only held_out_code same_budget] [--quick]
 
 One session: all engines are started once and stay alive (about 3 GB each), as starting them is what takes longest. A
 row says how it was measured, and the page shows the `eesd bench` that measures the same. What needs something that is
@@ -136,10 +136,10 @@ class Session:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=[*WORKLOADS, SAME_BUDGET], help="one workload")
+    parser.add_argument("--only", nargs="+", choices=[*WORKLOADS, SAME_BUDGET], metavar="WORKLOAD", help="these alone")
     parser.add_argument("--quick", action="store_true", help="little, into build/bench instead of benchmarks/results")
     args = parser.parse_args()
-    workloads = {name: WORKLOADS[name] for name in WORKLOADS if args.only in (None, name)}
+    workloads = {name: WORKLOADS[name] for name in WORKLOADS if args.only is None or name in args.only}
     if args.quick:
         workloads = quick_sizes(workloads)
     os.chdir(ROOT)
@@ -150,16 +150,17 @@ def main() -> int:
         words = ["--json", str(results / "waterfall.json"), *(QUICK_WATERFALL if args.quick else WATERFALL)]
         # A process of its own, because there the engines run in it.
         subprocess.run([*WATERFALL_SCRIPT, *words], cwd=ROOT, check=True)
-    failed = measure_all(workloads, args.quick, console)
+    failed = measure_all(workloads, args.only is None or SAME_BUDGET in args.only, args.quick, console)
     console.print(f"measured in {(time.monotonic() - began) / 60:.1f} minutes")
     return failed
 
 
-def measure_all(workloads: dict[str, Size], quick: bool, console: Any) -> int:
+def measure_all(workloads: dict[str, Size], same_budget: bool, quick: bool, console: Any) -> int:
     """Measure with engines that are started once; return 1 if eesd's output is not plain's somewhere.
 
     Args:
-        workloads: none of them measures the same budget alone.
+        workloads: with `HELD_OUT` among them, bfloat16 and requests that arrive at random are measured too.
+        same_budget: whether trained peers are measured.
     """
     settings = EngineSettings(MODEL)
     left_out = {method: reason for method in METHODS if (reason := settings.missing(method)) is not None}
@@ -168,7 +169,7 @@ def measure_all(workloads: dict[str, Size], quick: bool, console: Any) -> int:
     with ExitStack() as stack:
         progress = stack.enter_context(reporting(console))
         prompts, longest = {}, 0
-        for workload, size in (workloads or {HELD_OUT: WORKLOADS[HELD_OUT]}).items():
+        for workload, size in (workloads | ({HELD_OUT: WORKLOADS[HELD_OUT]} if same_budget else {})).items():
             texts = read_prompts(prompt_file(workload, size.prompts))
             _, prompts[workload], length = encode_prompts(MODEL, texts, size.max_tokens, progress)
             longest = max(longest, length)
@@ -183,7 +184,7 @@ def measure_all(workloads: dict[str, Size], quick: bool, console: Any) -> int:
                 if HELD_OUT in workloads:
                     console.print(arrival_table(throughput(whole, workloads[HELD_OUT], quick)))
         # Started when the others but plain vLLM are gone: so many would not fit into memory at once.
-        if HELD_OUT in prompts and (ROOT / BUDGET_HEAD).is_dir():
+        if same_budget and (ROOT / BUDGET_HEAD).is_dir():
             texts = dict.fromkeys(OF_SAME_BUDGET, prompts[HELD_OUT])
             whole = replace(session, settings=replace(settings, head=BUDGET_HEAD), prompts=texts)
             failed |= measure_same_budget(
