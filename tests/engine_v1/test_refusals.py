@@ -212,6 +212,8 @@ def test_the_config_survives_a_process_boundary(random_target, head):
     assert there.speculative_config.exit_head.exit_layer == 2
     assert there.num_lookahead_tokens == 5
     assert there.speculative_config.compute_hash() == config.speculative_config.compute_hash()
-    # Compiled graphs are kept under this hash: a draft step with another LM head must not find this one's.
-    there.speculative_config.exit_head = there.speculative_config.exit_head.model_copy(update={"draft_vocab_size": 99})
-    assert there.speculative_config.compute_hash() != config.speculative_config.compute_hash()
+    # Compiled graphs are kept under this hash: one of a head that is built otherwise must not find this one's.
+    ours = config.speculative_config.exit_head
+    for change in ({"draft_vocab_size": 99}, {"aux_layers": [3]}, {"head_layers": 2}):
+        there.speculative_config.exit_head = ours.model_copy(update=change)
+        assert there.speculative_config.compute_hash() != config.speculative_config.compute_hash()

@@ -110,10 +110,10 @@ class EESDSpeculativeConfig(SpeculativeConfig):
         return 0
 
     def compute_hash(self) -> str:
-        """Return a hash with all that changes a compiled graph: where the KV fill sits, how large the LM head is."""
+        """Return a hash with all that changes a compiled graph: what the KV fill reads, how large the LM head is."""
         head = self.exit_head
-        layers = f"{head.head_type}-{head.exit_layer}-{head.head_layers}-{head.draft_vocab_size}"
-        return f"{super().compute_hash()}-eesd-{layers}-{self.graph_kernels}"
+        shape = head.head_type, head.exit_layer, head.head_layers, head.draft_vocab_size, *head.aux_layers
+        return f"{super().compute_hash()}-eesd-{'-'.join(map(str, shape))}-{self.graph_kernels}"
 
     def __repr__(self) -> str:
         return (
