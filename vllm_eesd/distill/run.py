@@ -167,11 +167,11 @@ def _exit_layer(config: DistillConfig) -> int:
 
 def _aux_layers(config: DistillConfig, target: Target) -> list[int]:
     """Return the layers that the head reads beside N."""
-    if config.aux_layers is not None:
-        return config.aux_layers
+    if config.aux_layers is not None or config.head_type != "deep_context":
+        return config.aux_layers or []
     if config.init not in ("last", "exit"):
         return ExitHeadConfig.load(config.init).aux_layers
-    return default_aux_layers(target) if config.head_type == "deep_context" else []
+    return default_aux_layers(target)
 
 
 def _check_room(config: DistillConfig, head: nn.Module) -> None:
