@@ -42,6 +42,7 @@ WORKLOADS = {
     "speedup is over the plain of its own run.",
 }
 WORKLOADS |= {f"{name}_sampled": f"{text} Sampled." for name, text in WORKLOADS.items()}
+WORKLOADS["held_out_code_sampled_avx2"] = WORKLOADS["held_out_code_sampled"] + " On a CPU without AVX-512."
 WORKLOADS |= {
     f"{name}_up_to_loops": f"{WORKLOADS[name]} Every text ends where plain's greedy one begins to repeat itself."
     for name in ("held_out_code", "same_budget")
