@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from vllm_eesd.bench.engines import EngineSettings, encode_prompts, load_target, running_engines
+from vllm_eesd.bench.engines import EngineSettings, encode_prompts, running_engines
 from vllm_eesd.bench.latency import check_sizes, open_console, reporting
 from vllm_eesd.bench.prompts import read_prompts
 from vllm_eesd.bench.vllm_engine import VllmEngine
@@ -36,7 +36,6 @@ def run(args: argparse.Namespace) -> int:
     check_sizes(len(texts), args.batch, max_tokens=args.max_tokens)
     console = open_console()
     with reporting(console) as progress:
-        target, _ = load_target(settings.model, progress)
         _, prompts, max_model_len = encode_prompts(settings.model, texts, args.max_tokens, progress)
         with running_engines(["eesd"], settings, max_model_len, progress) as engines:
             engine = engines["eesd"]
@@ -50,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
             recorded = engine.ask("eesd_take_dense")
     requests = [RequestTrace(**{name: np.array(values) for name, values in found.items()}) for found in recorded]
     name = Path(args.model).resolve().name if Path(args.model).exists() else args.model
-    layers = DraftLayers(head.exit_layer, head.head_layers, target.get_text_config().num_hidden_layers)
+    layers = DraftLayers(head.exit_layer, head.head_layers, head.verifier.num_hidden_layers)
     prior = head.prior.alpha, head.prior.beta
     write(args.output, DenseTrace(name, args.workload, depth, costs, requests, prior, layers))
     matches = np.concatenate([request.matches for request in requests])
