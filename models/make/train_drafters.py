@@ -273,10 +273,11 @@ def round_starts(matches: Tensor) -> Tensor:
     Args:
         matches: [num_windows, seq_len] bool, whether the draft made at a position is what the target says there.
     """
-    starts = torch.zeros(matches.shape, dtype=torch.int64)
-    for position in range(1, matches.shape[1]):
+    right = matches.cpu()
+    starts = torch.zeros(right.shape, dtype=torch.int64)
+    for position in range(1, right.shape[1]):
         last = starts[:, position - 1]
-        goes_on = matches[:, position - 1].cpu() & (position - last < LONGEST_DRAFT)
+        goes_on = right[:, position - 1] & (position - last < LONGEST_DRAFT)
         starts[:, position] = torch.where(goes_on, last, position)
     return starts.to(matches.device)
 
@@ -302,7 +303,7 @@ def _divergence(
 
 def train(args: argparse.Namespace) -> None:
     """Train all of them; written every SAVE_EVERY_S, so that a stopped run goes on where it was."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = _device()
     target = load_target(MODEL, 0, "cpu")
     drafters = {name: new_drafter(target, name) for name in args.drafters}
     args.work.mkdir(parents=True, exist_ok=True)
@@ -313,21 +314,21 @@ def train(args: argparse.Namespace) -> None:
     if not through_vllm:
         own.make(text, "transformers", partial(continue_windows, target))
     data = TokenData(text, own.windows())
-    config = TrainConfig(steps=args.tokens // (BATCH * SEQ_LEN), batch=BATCH, seq_len=SEQ_LEN)
+    config = TrainConfig(steps=args.tokens // (args.batch * SEQ_LEN), batch=args.batch, seq_len=SEQ_LEN)
     rates = {name: lr_factor(name) * DEFAULT_LR / target.config.hidden_size**0.5 for name in drafters}
     optimizers = {name: _make_optimizers(drafter.to(device), rates[name]) for name, drafter in drafters.items()}
     step_losses = _step_losses(target, drafters, device, args.compile)
     run = _resume(args.work, drafters, optimizers)
     began, saved = time.monotonic() - run["seconds"], time.monotonic()
     while run["step"] < config.steps:
-        ids = data.batch_at(run["step"], BATCH, SEQ_LEN, args.seed).to(device)
+        ids = data.batch_at(run["step"], args.batch, SEQ_LEN, args.seed).to(device)
         block_starts = random_block_starts(SEQ_LEN, (args.seed, run["step"], 1)).to(device)
         losses = step_losses(ids, block_starts, run["step"] >= (1 - LATE) * config.steps)
         for name, drafter in drafters.items():
             torch.nn.utils.clip_grad_norm_(drafter.parameters(), 1.0)
             _update(optimizers[name], rates[name] * learning_rate_scale(run["step"], 0.0, config))
         run |= {"step": run["step"] + 1, "seconds": time.monotonic() - began}
-        run["tokens"] = run["step"] * BATCH * SEQ_LEN
+        run["tokens"] = run["step"] * args.batch * SEQ_LEN
         run["losses"].append(losses)
         if run["step"] % 10 == 0:
             print(f"step {run['step']} of {config.steps}, {run['seconds']:.0f} s: {_mean_losses(run, 10)}", flush=True)
@@ -363,8 +364,8 @@ def _step_losses(
                 own_rounds = late and "rounds" in getattr(drafter, "recipes", ())
                 loss = loss_of(drafter, drafter.own_rounds(step) if own_rounds else step)
                 loss.backward()
-                losses[name] = round(loss.item(), 4)
-        return losses
+                losses[name] = loss.detach()
+        return {name: round(loss.item(), 4) for name, loss in losses.items()}  # a GPU is waited for once
 
     return step_losses
 
@@ -375,8 +376,10 @@ def export(args: argparse.Namespace) -> None:
     target = load_target(MODEL, 0, "cpu")
     drafters = {name: new_drafter(target, name) for name in args.drafters}
     run = _resume(args.work, drafters, None)
+    without_rate = [name.partition("@")[0] for name in drafters]
     for name, drafter in drafters.items():
-        directory = args.output / name.partition("@")[0].replace(":", "-")
+        stem = name.partition("@")[0]
+        directory = args.output / (stem if without_rate.count(stem) == 1 else name).replace(":", "-")
         drafter.export(target, directory)
         kept = {"tokens": run["tokens"], "minutes_together": round(run["seconds"] / 60, 1)}
         kept |= {"lr_factor": lr_factor(name), "last_loss": _mean_losses(run, 50)[name]}
@@ -387,15 +390,21 @@ def export(args: argparse.Namespace) -> None:
 
 @torch.no_grad()
 def measure(args: argparse.Namespace) -> None:
-    """Print how well the exit heads predict held-out text and the target's own greedy text."""
+    """Print how well exit heads predict held-out text and the target's own greedy text; of peers the last loss."""
+    device = _device()
     target = load_target(MODEL, 0, "cpu")
     drafters = {name: new_drafter(target, name) for name in args.drafters}
     run = _resume(args.work, drafters, None)
+    target.to(device)
     held_out = [np.memmap(args.held_out, dtype=np.uint16, mode="r")]
     text = spaced_windows(held_out, args.windows, SEQ_LEN)
     greedy, first = own_held_out(target, held_out, args.windows, SEQ_LEN)
     print(f"{run['tokens']} tokens")
     for name, drafter in drafters.items():
+        if not isinstance(drafter, Head):
+            print(f"{name}: loss {_mean_losses(run, 50)[name]}", flush=True)
+            continue
+        drafter.to(device)
         on_text = evaluate(drafter.target, drafter.head, text)
         on_greedy = evaluate(drafter.target, drafter.head, greedy, first - 1)
         print(
@@ -405,6 +414,10 @@ def measure(args: argparse.Namespace) -> None:
             f"greedy: agreement {on_greedy['agreement']:.4f}, {on_greedy['expected_matches']:.3f} of 8 match",
             flush=True,
         )
+
+
+def _device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def _mean_losses(run: dict, count: int) -> dict[str, float]:
@@ -458,6 +471,7 @@ def main() -> None:
     training.add_argument("--own", type=Path, help="where they are, or will be (default: --work)")
     training.add_argument("--generator", default="auto", choices=("auto", "vllm", "transformers"), help="writes them")
     training.add_argument("--compile", action="store_true", help="torch.compile the step: slow to start")
+    training.add_argument("--batch", type=int, default=BATCH, help=f"windows of {SEQ_LEN} tokens a step")
     training.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     args.function(args)
