@@ -25,6 +25,8 @@ import page_gpu
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from page_filters import FILTERS, Rows
 
+from vllm_eesd.exit_head.checkpoint import ExitHeadConfig
+
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS, DOCS, README = ROOT / "benchmarks" / "results", ROOT / "docs", ROOT / "README.md"
 #: What a workload's prompts are; models/make makes them.
@@ -42,7 +44,6 @@ WORKLOADS = {
     "speedup is over the plain of its own run.",
 }
 WORKLOADS |= {f"{name}_sampled": f"{text} Sampled." for name, text in WORKLOADS.items()}
-WORKLOADS["held_out_code_sampled_avx2"] = WORKLOADS["held_out_code_sampled"] + " On a CPU without AVX-512."
 WORKLOADS |= {
     f"{name}_up_to_loops": f"{WORKLOADS[name]} Every text ends where plain's greedy one begins to repeat itself."
     for name in ("held_out_code", "same_budget")
@@ -127,7 +128,8 @@ def readme_figures(folder: Path = RESULTS, plot_file: Path | None = None) -> str
     rows = [row for row in sampled + greedy if row["batch"] in BATCHES]
     shares = next(row["acceptance_per_position"] for row in rows if row["method"] == "eesd")
     whole = next(row for row in load(folder / "latency-held_out_code.json") if row["method"] == "plain")
-    return render("readme.md.j2", rows=rows, shares=shares, looping_share=whole["looping_share"])
+    head = ExitHeadConfig.load(ROOT / "models" / "eesd-code-10m" / "eesd")
+    return render("readme.md.j2", rows=rows, shares=shares, looping_share=whole["looping_share"], head=head)
 
 
 def reliability_text(folder: Path = RESULTS) -> str:

@@ -180,7 +180,7 @@ def test_parity_notices_a_context_without_a_part_of_it(
 
     def load_others(self, tensors, mapper):
         load(self, tensors, mapper)
-        self.kv_proj.weight.data.chunk(3, dim=1)[part].zero_()
+        self.fill_proj.weight.data.chunk(3, dim=1)[part].zero_()
 
     monkeypatch.setattr(DeepContextHead, "load_tensors", load_others)
     compared, mismatches = count_mismatches(

@@ -410,7 +410,7 @@ def test_run_writes_a_head_that_loads(model_dir, text, tmp_path, capsys):
     assert run(args) == 0
     config, tensors = ExitHeadConfig.load(head), read_tensors(head)
     config.check_target(LlamaConfig.from_pretrained(model_dir))
-    assert (config.exit_layer, config.head_type, len(tensors)) == (1, "deep_context", 13)
+    assert (config.exit_layer, config.head_type, config.head_layers, len(tensors)) == (1, "deep_context", 2, 24)
     assert config.aux_layers == [2, 3]  # half and three quarters; a quarter is the exit layer
     assert config.prior.alpha + config.prior.beta == pytest.approx(10)
     assert config.verifier.name_or_path == model_dir.name
@@ -425,7 +425,7 @@ def test_run_writes_a_head_that_loads(model_dir, text, tmp_path, capsys):
     told = json.loads((head / "training.json").read_text())
     assert shlex.split(told["command"])[:3] == ["eesd", "distill", str(model_dir)]
     parsed = cli.build_parser().parse_args(shlex.split(told["command"])[1:])
-    assert told["settings"] == _config(parsed).model_dump(by_alias=True)
+    assert told["settings"] == _config(parsed).model_dump(by_alias=True) | {"head_layers": 2}
     assert told["settings"]["lr"] == 3e-3 and told["settings"]["seed"] == 0
     assert (told["steps"], told["loss"][-1][0], told["after"]) == (12, 12, record["after"])
     assert [told["data"][kind]["tokens"] for kind in ("text", "held_out", "own")] == [*map(int, used), 4 * SEQ_LEN]
@@ -434,6 +434,15 @@ def test_run_writes_a_head_that_loads(model_dir, text, tmp_path, capsys):
     # The finished run resumes at its end: the same head again.
     assert run(args) == 0
     assert all(torch.equal(tensor, tensors[name]) for name, tensor in read_tensors(head).items())
+
+
+def test_layers_of_the_head_by_default(model_dir, text, tmp_path):
+    """Two where it has deep context, one elsewhere; a head that goes on keeps its own."""
+    one, plain, goes_on = tmp_path / "one", tmp_path / "plain", tmp_path / "goes_on"
+    run(make_args(model_dir, text, one, steps=1, head_layers=1))
+    run(make_args(model_dir, text, plain, steps=1, head_type="transformer"))
+    run(make_args(model_dir, text, goes_on, steps=1, init=str(one)))
+    assert [ExitHeadConfig.load(head).head_layers for head in (one, plain, goes_on)] == [1, 1, 1]
 
 
 @pytest.mark.parametrize(

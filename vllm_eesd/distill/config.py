@@ -8,6 +8,10 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from vllm_eesd.config import MAX_HEAD_LAYERS
 
+#: Of a deep-context head. At the same draft cost, N = 1 with two beats N = 2 with one (KL 0.220 and 0.295 after 33
+#: million tokens, embedded model).
+DEFAULT_HEAD_LAYERS = 2
+
 
 class TrainConfig(BaseModel):
     """How to train. The learning rate goes up over `train.WARMUP_STEPS`, then down along a cosine.
@@ -33,8 +37,12 @@ class TrainConfig(BaseModel):
     )
     jsd_beta: float = Field(0.5, gt=0, lt=1, description="beta of jsd")
     head_type: Literal["transformer", "deep_context", "mlp"] = Field("deep_context", description="what the head is")
-    head_layers: int = Field(
-        1, ge=1, le=MAX_HEAD_LAYERS, description="decoder layers of the head; more than one with deep_context only"
+    head_layers: int | None = Field(
+        None,
+        ge=1,
+        le=MAX_HEAD_LAYERS,
+        description=f"decoder layers of the head; more than one with deep_context only (default: {DEFAULT_HEAD_LAYERS} "
+        "there, else 1; or those of the head in init)",
     )
     aux_layers: list[int] | None = Field(
         None,

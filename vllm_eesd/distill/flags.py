@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any, Literal, get_origin
 
-from vllm_eesd.distill.config import DistillConfig
+from vllm_eesd.distill.config import DEFAULT_HEAD_LAYERS, DistillConfig
 from vllm_eesd.flags import choices, default, exit_layer, layer, positive, positive_real, thousands
 
 
@@ -18,7 +18,11 @@ def probe(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--windows", type=positive, default=16, metavar="W", help="sequences measured on (default 16)")
     parser.add_argument("--seq-len", type=positive, default=256, metavar="T", help="tokens a sequence (default 256)")
     parser.add_argument(
-        "--head-layers", type=positive, default=1, metavar="M", help="of the head to distil (default 1)"
+        "--head-layers",
+        type=positive,
+        default=DEFAULT_HEAD_LAYERS,
+        metavar="M",
+        help="of the head to distil (default %(default)s)",
     )
     parser.add_argument("--json", metavar="OUT", help="write all that was measured")
     parser.add_argument("--plot", metavar="PNG", help="draw it (needs matplotlib)")
@@ -44,7 +48,7 @@ def distill(parser: argparse.ArgumentParser) -> None:
     _setting(parser, "loss")
     _setting(parser, "jsd_beta", type=float, metavar="B")
     _setting(parser, "head_type")
-    _setting(parser, "head_layers")
+    _setting(parser, "head_layers", type=positive, metavar="M")
     _setting(parser, "aux_layers", type=layer, nargs="*", metavar="A")
     _setting(parser, "draft_vocab", type=thousands, metavar="V")
     _setting(parser, "accumulate", type=positive, metavar="A")

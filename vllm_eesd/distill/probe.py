@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from vllm_eesd.config import LONGEST_DRAFT
+from vllm_eesd.distill.config import DEFAULT_HEAD_LAYERS
 from vllm_eesd.distill.layer_costs import LayerCosts, LayerResult, measure_costs
 from vllm_eesd.distill.losses import CHUNK_LOGITS
 from vllm_eesd.distill.plots import check_plot, plot_probe
@@ -55,7 +56,9 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def probe(target: Target, windows: Tensor, head_layers: int = 1) -> tuple[list[LayerResult], LayerCosts]:
+def probe(
+    target: Target, windows: Tensor, head_layers: int = DEFAULT_HEAD_LAYERS
+) -> tuple[list[LayerResult], LayerCosts]:
     """Return one result per exit layer 1..L-1, and what layers cost.
 
     Args:
@@ -140,7 +143,9 @@ def best_exit_layer(results: list[LayerResult]) -> int:
     return max(results, key=lambda result: result.distilled_speedup).exit_layer
 
 
-def decide(results: list[LayerResult], model: str, text: list[str] | None, head_layers: int = 1) -> dict[str, Any]:
+def decide(
+    results: list[LayerResult], model: str, text: list[str] | None, head_layers: int = DEFAULT_HEAD_LAYERS
+) -> dict[str, Any]:
     """Return {"verdict", "exit_layer", "next"}: headless, distil, or neither, and the command for it."""
     headless = max(results, key=lambda result: result.headless_speedup)
     distilled = max(results, key=lambda result: result.distilled_speedup)
@@ -156,7 +161,7 @@ def decide(results: list[LayerResult], model: str, text: list[str] | None, head_
             f"{GAP_CLOSED:.0%} of the gap to the target, as the embedded one does"
         )
         data = text or ["TEXT"]
-        layers = ["--exit-layer", n, *(["--head-layers", head_layers] if head_layers > 1 else [])]
+        layers = ["--exit-layer", n, "--head-layers", head_layers]
         following = command("eesd", "distill", model, *layers, "--data", *data, "-o", "HEAD")
     else:
         n = None

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from vllm_eesd.distill import processes
-from vllm_eesd.distill.config import DistillConfig
+from vllm_eesd.distill.config import DEFAULT_HEAD_LAYERS, DistillConfig
 from vllm_eesd.distill.data import TokenData, long_enough, spaced_windows, split_held_out, tokens_to_split
 from vllm_eesd.distill.generate import OwnText, continue_windows, own_held_out, sampled_through_vllm
 from vllm_eesd.distill.loading import saved_dtype
@@ -64,6 +64,7 @@ def run(args: argparse.Namespace) -> int:
         exit_layer = processes.agree(_exit_layer(config) if processes.is_first() else 0)
         target = load_target(config.model, exit_layer, "cpu")
         target.aux_layers = _aux_layers(config, target)
+        config = config.model_copy(update={"head_layers": _head_layers(config, target)})
         if config.draft_vocab is not None:
             check_size(config.draft_vocab, target.config.vocab_size)
         _head_config(config, target, Prior())  # refuses what could not be written in the end
@@ -159,10 +160,19 @@ def _exit_layer(config: DistillConfig) -> int:
         return config.exit_layer
     target = load_target(config.model, 1, "cpu")
     windows = measuring_windows(target, config.model, None, PROBE_WINDOWS, min(PROBE_SEQ_LEN, config.seq_len))
-    results, _ = probe(target, windows, config.head_layers)
+    results, _ = probe(target, windows, _head_layers(config, target))
     exit_layer = best_exit_layer(results)
     print(f"exit layer {exit_layer} of {target.config.num_hidden_layers}, chosen as `eesd probe` does", flush=True)
     return exit_layer
+
+
+def _head_layers(config: DistillConfig, target: Target) -> int:
+    """Return M."""
+    if config.head_layers is not None:
+        return config.head_layers
+    if config.init not in ("last", "exit"):
+        return ExitHeadConfig.load(config.init).head_layers
+    return min(DEFAULT_HEAD_LAYERS, target.config.num_hidden_layers) if config.head_type == "deep_context" else 1
 
 
 def _aux_layers(config: DistillConfig, target: Target) -> list[int]:

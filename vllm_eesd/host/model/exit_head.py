@@ -174,6 +174,22 @@ class DeepContextHead(ExitHead):
                 case [*above, "deep", "k_proj" | "v_proj" as projection, parameter]:
                     kv_proj = self.get_submodule(".".join([*above, "kv_proj"]))
                     kv_proj.weight_loader(getattr(kv_proj, parameter), tensor, projection[0])
+        self._join_projections()
+
+    def _join_projections(self) -> None:
+        """Put the projections of all layers, which read the same states, into one: a matrix product less for each.
+
+        It holds this rank's share of them: replicated in name only.
+        """
+        layers = (self, *self.upper)
+        parts = [layer.kv_proj for layer in layers]
+        has_bias = parts[0].bias is not None
+        sizes = parts[0].input_size, sum(len(part.weight) for part in parts)
+        self.fill_proj = ReplicatedLinear(*sizes, bias=has_bias, prefix="eesd_exit.fill_proj")
+        for name in ("weight", "bias") if has_bias else ("weight",):
+            getattr(self.fill_proj, name).data = torch.cat([getattr(part, name).data for part in parts])
+        for layer in layers:
+            del layer.kv_proj
 
     def hook_kv_fill(self, target: nn.Module, exit_layer: int) -> None:
         """Make every forward of the target fill the exit layers' KV just after its last layer ran.
@@ -197,10 +213,11 @@ class DeepContextHead(ExitHead):
             # A new tensor again, and the final norm a second time: its result is out of reach of a hook.
             last = target.model.norm(summed(hidden_states, residual))
             context = torch.cat([last, *(entered.pop(index) for index in kept)], dim=-1)
-            for filled in (self, *self.upper):
-                key, value = filled.kv_proj(context)[0].chunk(2, dim=-1)
+            layers = self.decoder_layers
+            keys_and_values = self.fill_proj(context)[0].chunk(2 * len(layers), dim=-1)
+            for layer, key, value in zip(layers, keys_and_values[::2], keys_and_values[1::2], strict=True):
                 written = torch.zeros_like(key), key.contiguous(), value.contiguous()
-                fill_layer(filled.layer.self_attn, args[0], hidden_states, *written)
+                fill_layer(layer.self_attn, args[0], hidden_states, *written)
 
         kept = exit_layer, *self._aux_layers
         for index in kept:
