@@ -236,9 +236,9 @@ def measure(runner: Any, batch: int, rounds: int) -> dict[str, Any]:
 
 
 def layers_share() -> float:
-    """Return which part of the target's layers a draft step runs through: the first N and the exit layer."""
+    """Return which part of the target's layers a draft step runs through: the first N and the head's."""
     target, head = (json.loads((ROOT / MODEL / name).read_text()) for name in ("config.json", "eesd/config.json"))
-    return (head["exit_layer"] + 1) / target["num_hidden_layers"]
+    return (head["exit_layer"] + head["head_layers"]) / target["num_hidden_layers"]
 
 
 def prompts_for(batch: int) -> int:
