@@ -7,7 +7,7 @@
 # make fuzz    hostile input, many more of it     (make fuzz EXAMPLES=20000)
 # make soak    a long mixed load on the served embedded model   (make soak MINUTES=20)
 # make reliability   docs/reliability.md and docs/compatibility.md from the last results
-# make bench   measure (20 minutes on two cores, far more without AVX-512), then docs/results.md and the README's table
+# make bench   measure (meant for 20 minutes on two cores; far more without AVX-512), then docs/results.md and the README's table
 # make suffix  build what `make bench` needs to measure suffix decoding too (arctic-inference; wants a C++ compiler)
 # make lint    ruff
 # make dist    sdist and wheel in dist/, checked by twine

@@ -130,7 +130,7 @@ class ExitHead(nn.Module):
 
 
 class DeepLayer(nn.Module):
-    """A decoder layer above another one, and the projection of what its KV of verified tokens comes from.
+    """A decoder layer above another one, and, until the weights are loaded, what projects its KV of verified tokens.
 
     Args:
         index: of the head's layers, from 0.
