@@ -125,13 +125,14 @@ def test_two_processes_train_what_one_does(model_dir, text, tmp_path):
     outputs = finish_two(command_line(model_dir, text, tmp_path / "two", tmp_path / "work_two"))
     assert "next: " in outputs[0] and "next: " not in outputs[1]
     one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "two"))
-    moved = 0.0
-    aux_layers = ExitHeadConfig.load(tmp_path / "one").aux_layers
-    initial = new_head(load_target(str(model_dir), 1, "cpu", aux_layers), "last").state_dict()
+    moved, tolerance = 0.0, 10 * SUM_TOLERANCE
+    config = ExitHeadConfig.load(tmp_path / "one")
+    target = load_target(str(model_dir), 1, "cpu", config.aux_layers)
+    initial = new_head(target, "last", config.head_type, config.head_layers).state_dict()
     for name, tensor in one.items():
-        torch.testing.assert_close(two[name], tensor, atol=10 * SUM_TOLERANCE, rtol=10 * SUM_TOLERANCE)
+        torch.testing.assert_close(two[name], tensor, atol=tolerance, rtol=tolerance)
         moved = max(moved, (tensor - initial[name]).abs().max().item())
-    assert moved > 0.05  # the heads agree because both trained, not because neither did
+    assert moved > 2 * tolerance  # the heads agree because both trained, not because neither did
     # With the target's layers shared out, what is gathered is what was there: the same bytes.
     outputs = finish_two(command_line(model_dir, text, tmp_path / "shared", tmp_path / "work_shared", "--shard-target"))
     weights = load_file(model_dir / "model.safetensors")

@@ -244,7 +244,7 @@ def test_one_session_measures_everything_the_page_shows(page_of, tmp_path, monke
     }
     monkeypatch.setitem(measured.WORKLOADS, measured.HELD_OUT, sizes[measured.HELD_OUT])
     assert measured.measure_all(sizes, True, False, Console(file=io.StringIO())) == 0
-    drafting, peers = ["eesd", "eesd-head", "ngram"], [f"draft_model@{length}" for length in (2, 3, 5)]
+    drafting, peers = ["eesd", "eesd-head", "ngram"], [f"draft_model@{length}" for length in measured.PEER_LENGTHS]
     assert started == [["plain"], drafting, ["eesd-head"], *([peer] for peer in peers), ["plain", *drafting]]
     rows = json.loads((tmp_path / "latency-held_out_code.json").read_text())
     assert [(r["batch"], r["method"]) for r in rows] == [
