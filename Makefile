@@ -2,12 +2,12 @@
 # make check   ruff, the unit tests, one engine with EESD against plain vLLM: less than two minutes on two cores
 # make test    the whole test suite            (make test ARGS="-k policy")
 # make test-next   both model runners' engine tests on a newer vLLM's Python files (make test-next NEXT_VLLM=0.33.0);
-#              make check-next runs four of them, which CI does too
+#              make check-next runs a few of them, which CI does too
 # make venv    only make .venv                 (make venv DEVICE=cpu PYTHON=python3.12)
 # make fuzz    hostile input, many more of it     (make fuzz EXAMPLES=20000)
 # make soak    a long mixed load on the served embedded model   (make soak MINUTES=20)
 # make reliability   docs/reliability.md and docs/compatibility.md from the last results
-# make bench   measure (meant for 20 minutes on two cores; far more without AVX-512), then docs/results.md and the README's table
+# make bench   measure what the README shows, 20 minutes on two cores (make bench ARGS=--all: docs/results.md, hours), and write both
 # make suffix  build what `make bench` needs to measure suffix decoding too (arctic-inference; wants a C++ compiler)
 # make lint    ruff
 # make dist    sdist and wheel in dist/, checked by twine
