@@ -5,8 +5,9 @@
     python models/make/train_drafters.py export n1m2 draft_model eagle@2 --work build/drafters -o build/drafters/models
 
 One forward pass of the target serves all of them, so each costs its own step only and all have seen the same tokens.
-Batches (half text, half the target's own), optimizer and learning rates are those of `eesd distill`; NAME@F learns at F
-times its rate. All keep the target's embedding and LM head, frozen.
+Batches (half text, half the target's own), optimizer and schedule are those of `eesd distill`, whose learning rate is
+that of NAME@2: F times `LR` over the square root of the hidden size. All keep the target's embedding and LM head,
+frozen.
 
 - nXmY: an exit head of M = Y layers after the target's first N = X, forward KL; nXmYaA-B reads the auxiliary layers A
   and B too; see `RECIPES` for nXmY:RECIPES.
@@ -47,7 +48,6 @@ from vllm_eesd.distill.model import head_config, new_head
 from vllm_eesd.distill.muon import uses_bfloat16
 from vllm_eesd.distill.target import Rotary, Target, load_target
 from vllm_eesd.distill.train import (
-    DEFAULT_LR,
     TrainConfig,
     _make_optimizers,
     _update,
@@ -66,6 +66,8 @@ DRAFT_LAYERS = 3
 UNROLLED = 3
 FEATURE_WEIGHT = 0.1
 SAVE_EVERY_S = 120
+#: What every drafter learns at that names no factor, as it was when the first ones were compared.
+LR = 0.14
 #: A drafter's name: nXmY:RECIPES@FACTOR, draft_model@FACTOR or eagle@FACTOR; recipes and factor may be left out.
 NAME = re.compile(
     r"(?:n(?P<n>\d+)m(?P<m>\d+)(?:a(?P<aux>\d+(?:-\d+)*))?(?::(?P<recipes>[\w+]+))?|(?P<peer>draft_model|eagle))"
@@ -317,7 +319,7 @@ def train(args: argparse.Namespace) -> None:
         own.make(text, "transformers", partial(continue_windows, target))
     data = TokenData(text, own.windows())
     config = TrainConfig(steps=args.tokens // (args.batch * SEQ_LEN), batch=args.batch, seq_len=SEQ_LEN)
-    rates = {name: lr_factor(name) * DEFAULT_LR / target.config.hidden_size**0.5 for name in drafters}
+    rates = {name: lr_factor(name) * LR / target.config.hidden_size**0.5 for name in drafters}
     optimizers = {name: _make_optimizers(drafter.to(device), rates[name]) for name, drafter in drafters.items()}
     step_losses = _step_losses(target, drafters, device, args.compile)
     run = _resume(args.work, drafters, optimizers)

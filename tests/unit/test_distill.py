@@ -217,6 +217,18 @@ def test_every_loss_trains(model_dir, text, name):
     assert sum(record["losses"][-5:]) < 0.9 * sum(record["losses"][:5])
 
 
+def test_a_head_that_goes_on_learning_does_so_gently(model_dir, monkeypatch):
+    """By default; a rate that was asked for is what both learn at."""
+    target, rates = make_target(model_dir), []
+    data = TokenData([np.arange(400, dtype=np.uint16) % 7])
+    monkeypatch.setattr("vllm_eesd.distill.train._update", lambda optimizers, rate: rates.append(rate))
+    for init, lr in [("last", None), ("a head", None), ("last", 0.5), ("a head", 0.5)]:
+        config = TrainConfig(steps=2, batch=1, seq_len=SEQ_LEN, init=init, lr=lr)
+        train(target, new_head(target, "last"), data, config)
+    new, continued, *asked_for = rates[::2]
+    assert continued == pytest.approx(new / 8) and asked_for[0] == asked_for[1] > new
+
+
 def test_expected_matches_counts_leading_matches(model_dir, monkeypatch):
     target = make_target(model_dir)
     head = new_head(target, "last")

@@ -29,7 +29,10 @@ class TrainConfig(BaseModel):
     seq_len: int = Field(512, ge=2, description="tokens a sequence")
     accumulate: int = Field(1, ge=1, description="parts a step is computed in, to save memory")
     lr: float | None = Field(
-        None, gt=0, allow_inf_nan=False, description="peak learning rate (default: by the target's width)"
+        None,
+        gt=0,
+        allow_inf_nan=False,
+        description="peak learning rate (default: by the target's width; an eighth of that if init is a head)",
     )
     init: str = Field("last", description="start from the target's last or exit layers, or from another head")
     loss: Literal["forward_kl", "reverse_kl", "tv", "ce_target", "ce_text", "jsd"] = Field(
@@ -54,6 +57,11 @@ class TrainConfig(BaseModel):
     )
     seed: int = Field(0, ge=0, description="of the order of the data and of generated text")
     compile: bool = Field(False, description="compile the training step: slow to start, about a fifth faster on a CPU")
+
+    @property
+    def init_head(self) -> str | None:
+        """The directory of the head that training goes on with, None where it starts from the target's layers."""
+        return None if self.init in ("last", "exit") else self.init
 
     @model_validator(mode="after")
     def _text_is_in_the_vocabulary(self) -> Self:

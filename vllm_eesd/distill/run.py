@@ -170,8 +170,8 @@ def _head_layers(config: DistillConfig, target: Target) -> int:
     """Return M."""
     if config.head_layers is not None:
         return config.head_layers
-    if config.init not in ("last", "exit"):
-        return ExitHeadConfig.load(config.init).head_layers
+    if config.init_head is not None:
+        return ExitHeadConfig.load(config.init_head).head_layers
     return min(DEFAULT_HEAD_LAYERS, target.config.num_hidden_layers) if config.head_type == "deep_context" else 1
 
 
@@ -179,8 +179,8 @@ def _aux_layers(config: DistillConfig, target: Target) -> list[int]:
     """Return the layers that the head reads beside N."""
     if config.aux_layers is not None or config.head_type != "deep_context":
         return config.aux_layers or []
-    if config.init not in ("last", "exit"):
-        return ExitHeadConfig.load(config.init).aux_layers
+    if config.init_head is not None:
+        return ExitHeadConfig.load(config.init_head).aux_layers
     return default_aux_layers(target)
 
 

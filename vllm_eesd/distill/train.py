@@ -27,8 +27,10 @@ from vllm_eesd.files import replacing
 
 # A warm start needs only a short warm-up: it keeps the first, badly scaled steps small.
 WARMUP_STEPS = 30
-# Times 1 / sqrt(hidden_size), as weights shrink with width: 0.01 at 192, where 0.006, 0.012 and 0.024 were compared.
-DEFAULT_LR = 0.14
+# Times 1 / sqrt(hidden_size), as weights shrink with width: 0.016 at 320, where half and twice it were compared.
+DEFAULT_LR = 0.28
+# Times that for a head that goes on learning: a high rate would first undo what it knows.
+CONTINUED_LR_SHARE = 0.125
 FINAL_LR_SHARE = 0.01
 SAVE_EVERY_S = 120
 # May differ between the parts of one run: how far it goes, and how a step is computed.
@@ -53,7 +55,7 @@ def train(
     Raises:
         ValueError: the checkpoint belongs to another run.
     """
-    lr = DEFAULT_LR / math.sqrt(target.config.hidden_size) if config.lr is None else config.lr
+    lr = _default_lr(config, target.config.hidden_size) if config.lr is None else config.lr
     optimizers, this_run = _make_optimizers(head, lr), _identity(config, target)
     run = _resume(checkpoint, head, optimizers, this_run)
     processes.wait()
@@ -101,6 +103,11 @@ def _summary(run: dict[str, Any], config: TrainConfig) -> dict[str, Any]:
 def _show(progress: tqdm, losses: list[float]) -> None:
     progress.update()
     progress.set_postfix(loss=f"{statistics.fmean(losses[-20:]):.4f}", refresh=False)
+
+
+def _default_lr(config: TrainConfig, hidden_size: int) -> float:
+    share = 1.0 if config.init_head is None else CONTINUED_LR_SHARE
+    return share * DEFAULT_LR / math.sqrt(hidden_size)
 
 
 def _identity(config: TrainConfig, target: Target) -> dict[str, Any]:
