@@ -9,9 +9,9 @@ import torch
 from vllm_eesd.distill.vocabulary import draft_logits
 
 K = 4
-# A draft may differ where the training module's two best logits are closer than two implementations come: both sum
-# float32 here, but on a GPU Triton's attention multiplies in TF32, of 10 bits (a draft of 119 differed on an H200, where
-# logits this close are expected: the closest two are 0.003 apart).
+# A draft may differ where the training module's two best logits are closer than two implementations come. Both sum
+# float32 here; on a GPU Triton's attention multiplies in TF32, of 10 bits, and of 119 drafts on an H200 one differed.
+# The closest two logits of those are 0.003 apart.
 NEAR_TIE = 1e-2 if torch.cuda.is_available() else 1e-3
 
 
