@@ -154,8 +154,12 @@ class DeepContextHead(ExitHead):
     def __init__(self, vllm_config: VllmConfig, target: nn.Module, config: ExitHeadConfig) -> None:
         super().__init__(vllm_config, target, config)
         hf_config = vllm_config.model_config.hf_text_config
-        hidden_size, self._eps = hf_config.hidden_size, hf_config.rms_norm_eps
-        self._aux_layers = config.aux_layers
+        hidden_size, layers = hf_config.hidden_size, target.model.layers
+        #: Those of the target whose outputs the KV is made of; a tuple hides them from this module's parameters.
+        self._norms_read = (
+            target.model.norm,
+            *(layers[index].input_layernorm for index in (config.exit_layer, *config.aux_layers)),
+        )
         self.kv_proj = _kv_projection(self.layer.self_attn, vllm_config, config)
         self.inject = ReplicatedLinear(hidden_size, hidden_size, bias=False, prefix="eesd_exit.inject")
         upper = range(1, config.head_layers)
@@ -188,46 +192,55 @@ class DeepContextHead(ExitHead):
         self.fill_proj = ReplicatedLinear(*sizes, bias=has_bias, prefix="eesd_exit.fill_proj")
         for name in ("weight", "bias") if has_bias else ("weight",):
             getattr(self.fill_proj, name).data = torch.cat([getattr(part, name).data for part in parts])
+        scales = self._scales_of_inputs()
+        self.fill_proj.weight.data = (self.fill_proj.weight.data.float() * scales).to(self.fill_proj.weight.dtype)
         for layer in layers:
             del layer.kv_proj
 
-    def hook_kv_fill(self, target: nn.Module, exit_layer: int) -> None:
-        """Make every forward of the target fill the exit layers' KV just after its last layer ran.
+    def _scales_of_inputs(self) -> torch.Tensor:
+        """Return what makes the target's normed states those that the projection was trained on, [its inputs] float32.
 
-        What entered layer `exit_layer` and the auxiliary ones waits for that in a mapping: the compiler sees where it
-        goes, and keeps it alive.
+        Those were normed with the head's own weights (h_N) or without (auxiliary layers). The target norms them anyway,
+        with weights of its own, so that nothing need be computed for the fill but their ratio, once. Where a weight of
+        the target's is zero, the state cannot be seen through it: it counts for nothing.
         """
-        entered: dict[int, torch.Tensor] = {}
+        last, *others = (norm.weight.data.float() for norm in self._norms_read)
+        one = torch.ones_like(last)
+        wanted = self.layer.input_layernorm.weight.data.float(), *(one for _ in others[1:])
+        ratios = (torch.where(own == 0, 0.0, weight / own) for weight, own in zip(wanted, others, strict=True))
+        return torch.cat([one, *ratios])
 
-        def keep_of(index: int) -> Callable[[nn.Module, tuple[torch.Tensor, ...]], None]:
-            norm = self.layer.input_layernorm if index == exit_layer else self._unweighted_norm
+    def hook_kv_fill(self, target: nn.Module, exit_layer: int) -> None:
+        """Make every forward of the target fill the exit layers' KV when its last norm has run.
 
-            def keep(_layer: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
-                entered[index] = norm(summed(*args[1:]))
-                torch.ops.eesd.keep(args[1], entered[index])
+        The normed states wait for that in a mapping: the compiler sees where they go, and keeps them alive. The sums
+        they are made of it could not keep: vLLM's norms may write over what they read.
+        """
+        last_norm, *norms = self._norms_read
+        positions: dict[str, torch.Tensor] = {}
+        states: dict[int, torch.Tensor] = {}
+
+        def keep_at(place: int) -> Callable[..., None]:
+            def keep(_norm: nn.Module, _args: tuple[torch.Tensor, ...], output: tuple | torch.Tensor) -> None:
+                states[place] = _normed_of(output)
 
             return keep
 
-        def fill(_layer: nn.Module, args: tuple[torch.Tensor, ...], output: tuple | torch.Tensor) -> None:
-            hidden_states, residual = output if self._with_residual else (output, None)
-            # A new tensor again, and the final norm a second time: its result is out of reach of a hook.
-            last = target.model.norm(summed(hidden_states, residual))
-            context = torch.cat([last, *(entered.pop(index) for index in kept)], dim=-1)
-            layers = self.decoder_layers
+        def fill(_norm: nn.Module, _args: tuple[torch.Tensor, ...], output: tuple | torch.Tensor) -> None:
+            last = _normed_of(output)
+            context = torch.cat([last, *(states.pop(place) for place in range(len(norms)))], dim=-1)
+            layers, at = self.decoder_layers, positions.pop("of all tokens")
             keys_and_values = self.fill_proj(context)[0].chunk(2 * len(layers), dim=-1)
             for layer, key, value in zip(layers, keys_and_values[::2], keys_and_values[1::2], strict=True):
-                written = torch.zeros_like(key), key.contiguous(), value.contiguous()
-                fill_layer(layer.self_attn, args[0], hidden_states, *written)
+                fill_layer(layer.self_attn, at, last, torch.zeros_like(key), key.contiguous(), value.contiguous())
 
-        kept = exit_layer, *self._aux_layers
-        for index in kept:
-            target.model.layers[index].register_forward_pre_hook(keep_of(index))
-        target.model.layers[-1].register_forward_hook(fill)
+        def keep_positions(_layer: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+            positions["of all tokens"] = args[0]
 
-    def _unweighted_norm(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Return the states at a root mean square of 1; the projection that reads them has weights enough."""
-        normed = torch.nn.functional.rms_norm(hidden_states.float(), hidden_states.shape[-1:], eps=self._eps)
-        return normed.to(hidden_states.dtype)
+        target.model.layers[exit_layer].register_forward_pre_hook(keep_positions)
+        for place, norm in enumerate(norms):
+            norm.register_forward_hook(keep_at(place))
+        last_norm.register_forward_hook(fill)
 
     def forward(self, positions: torch.Tensor, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         residual = None
@@ -290,6 +303,11 @@ def load_head(
     head = HEAD_CLASSES[config.head_type].load(vllm_config, target, config, directory)
     head.hook_kv_fill(target, config.exit_layer)
     return head
+
+
+def _normed_of(output: tuple[torch.Tensor, torch.Tensor] | torch.Tensor) -> torch.Tensor:
+    """Return the normed state of what an RMSNorm returned, which may be with the residual beside it."""
+    return output[0] if isinstance(output, tuple) else output
 
 
 def _kv_projection(attention: nn.Module, vllm_config: VllmConfig, config: ExitHeadConfig) -> QKVParallelLinear:

@@ -35,7 +35,7 @@ def kv_fill(
     """Write the exit layer's K/V of all scheduled tokens into its paged cache.
 
     Args:
-        hidden_states: [num_tokens, hidden_size], declared as mutated (it is not): the next layer reads it, so a
+        hidden_states: [num_tokens, hidden_size], declared as mutated (it is not): it is read afterwards, so a
             compiler can neither drop this call nor move it.
         key, value: [num_tokens, num_kv_heads * head_size], see `ExitHead.fill_by`.
         positions: [num_tokens] int64.
@@ -69,19 +69,5 @@ def write_kv(
     attention.impl.do_kv_cache_update(attention, key, value, kv_cache, slot_mapping)
 
 
-def keep(hidden_states: torch.Tensor, kept: torch.Tensor) -> None:
-    """Do nothing, at this place: `kept` is computed before it.
-
-    vLLM's norms may write over what they read. A compiler that took them for functions would compute `kept`, of
-    something they read, where it is used, and read what they wrote.
-
-    Args:
-        hidden_states: declared as mutated, as in `kv_fill`: the layer that follows reads it.
-        kept: what is used later in this forward.
-    Source: vllm/ir/ops/layernorm.py, fused_add_rms_norm (`allow_inplace`).
-    """
-
-
 _LIBRARY = torch.library.Library("eesd", "FRAGMENT")
-direct_register_custom_op("keep", keep, ["hidden_states"], lambda *args, **kwargs: None, target_lib=_LIBRARY)
 direct_register_custom_op("kv_fill", kv_fill, ["hidden_states"], lambda *args, **kwargs: None, target_lib=_LIBRARY)
