@@ -1,10 +1,12 @@
 """What the engine drafts is what distillation trained: every draft is computed again with the training modules."""
 
+import shutil
 from collections import defaultdict
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from vllm_eesd.distill.vocabulary import draft_logits
 
@@ -21,6 +23,17 @@ def prompts():
     return [generator.integers(0, 512, n).tolist() for n in (5, 17, 33, 64, 100, 3)]
 
 
+def write_with_norms_of_its_own(target_directory, directory):
+    """Write the target with norms that weigh unevenly, as trained ones do; returns its directory."""
+    shutil.copytree(target_directory, directory)
+    generator = torch.Generator().manual_seed(4)
+    tensors = load_file(directory / "model.safetensors")
+    for name in sorted(name for name in tensors if "norm" in name):
+        tensors[name] = 0.5 + torch.rand(tensors[name].shape, generator=generator)
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+    return str(directory)
+
+
 def write_new_head(target_directory, directory, head_type, token_ids=None, exit_layer=6, head_layers=1, aux_layers=()):
     """Write a head with weights of its own; returns (its directory, the same target and head as training modules)."""
     from vllm_eesd.distill.model import head_config, new_head
@@ -34,6 +47,7 @@ def write_new_head(target_directory, directory, head_type, token_ids=None, exit_
     for layer in (head, *head.upper) if head_type == "deep_context" else ():
         for parameter in layer.deep.parameters():
             torch.nn.init.normal_(parameter, std=0.12)
+        torch.nn.init.uniform_(layer.layer.input_layernorm.weight, 0.5, 1.5)
     if token_ids is not None:
         restrict(head, token_ids)
     draft_vocab_size = None if token_ids is None else len(token_ids)
@@ -127,14 +141,12 @@ def test_a_draft_vocabulary(engine, greedy, random_target, make_head, prompts):
 
 
 @pytest.mark.parametrize(("exit_layer", "head_layers", "aux_layers"), [(6, 2, [2, 7]), (0, 3, [4])])
-def test_heads_of_several_layers(
-    engine, greedy, random_target, make_head, prompts, exit_layer, head_layers, aux_layers
-):
+def test_heads_of_several_layers(engine, greedy, random_target, prompts, tmp_path, exit_layer, head_layers, aux_layers):
     """Each layer's KV of verified tokens is filled; with N = 0 a draft step runs no layer of the target."""
-    directory, target, head = make_head(
-        "deep_context", exit_layer=exit_layer, head_layers=head_layers, aux_layers=aux_layers
-    )
-    outputs, rounds = run(engine, greedy, random_target, prompts, directory, enforce_eager=False)
+    uneven = write_with_norms_of_its_own(random_target, tmp_path / "target")
+    shape = {"exit_layer": exit_layer, "head_layers": head_layers, "aux_layers": aux_layers}
+    directory, target, head = write_new_head(uneven, tmp_path / "head", "deep_context", **shape)
+    outputs, rounds = run(engine, greedy, uneven, prompts, directory, enforce_eager=False)
     compared, mismatches = count_mismatches(target, head, prompts, outputs, rounds)
     assert compared > 500 and mismatches == 0
 
@@ -188,6 +200,17 @@ def test_parity_notices_a_context_without_a_part_of_it(
     compared, mismatches = count_mismatches(
         target, head, prompts, *run(engine, greedy, random_target, prompts, directory)
     )
+    assert mismatches > 0.1 * compared
+
+
+def test_parity_notices_norms_taken_for_others(engine, greedy, random_target, prompts, tmp_path, monkeypatch):
+    """The engine reads states as the target's norms weigh them, training as the head's do or none."""
+    from vllm_eesd.host.model.exit_head import DeepContextHead
+
+    uneven = write_with_norms_of_its_own(random_target, tmp_path / "target")
+    directory, target, head = write_new_head(uneven, tmp_path / "head", "deep_context", aux_layers=[4])
+    monkeypatch.setattr(DeepContextHead, "_scales_of_inputs", lambda self: 1.0)
+    compared, mismatches = count_mismatches(target, head, prompts, *run(engine, greedy, uneven, prompts, directory))
     assert mismatches > 0.1 * compared
 
 

@@ -49,8 +49,9 @@ def test_every_layer_is_filled(engine, greedy, runner_of, random_target, prompts
     from vllm_eesd.host.model import kv_fill
 
     parts = {"head_layers": 2, "aux_layers": [4]}
-    directory, target, head = parity.write_new_head(random_target, tmp_path / "head", "deep_context", **parts)
-    given = engine, greedy, runner_of, random_target, prompts, directory
+    uneven = parity.write_with_norms_of_its_own(random_target, tmp_path / "target")
+    directory, target, head = parity.write_new_head(uneven, tmp_path / "head", "deep_context", **parts)
+    given = engine, greedy, runner_of, uneven, prompts, directory
     outputs, rounds = drafted_and_compared(*given, tmp_path / "filled.jsonl")
     compared, mismatches = parity.count_mismatches(target, head, prompts, outputs, rounds)
     assert compared > 100 and mismatches == 0

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from vllm.model_executor.models.utils import WeightsMapper
 
 logger = init_logger("vllm.eesd")
+#: A norm's weight below which what it passes on is taken for nothing; its inverse must fit into float16.
+NO_WEIGHT = 1e-4
 
 
 class ExitHead(nn.Module):
@@ -202,12 +204,14 @@ class DeepContextHead(ExitHead):
 
         Those were normed with the head's own weights (h_N) or without (auxiliary layers). The target norms them anyway,
         with weights of its own, so that nothing need be computed for the fill but their ratio, once. Where a weight of
-        the target's is zero, the state cannot be seen through it: it counts for nothing.
+        the target's is as good as zero, the state cannot be seen through it: it counts for nothing.
         """
         last, *others = (norm.weight.data.float() for norm in self._norms_read)
         one = torch.ones_like(last)
         wanted = self.layer.input_layernorm.weight.data.float(), *(one for _ in others[1:])
-        ratios = (torch.where(own == 0, 0.0, weight / own) for weight, own in zip(wanted, others, strict=True))
+        ratios = (
+            torch.where(own.abs() < NO_WEIGHT, 0.0, weight / own) for weight, own in zip(wanted, others, strict=True)
+        )
         return torch.cat([one, *ratios])
 
     def hook_kv_fill(self, target: nn.Module, exit_layer: int) -> None:
@@ -217,25 +221,25 @@ class DeepContextHead(ExitHead):
         they are made of it could not keep: vLLM's norms may write over what they read.
         """
         last_norm, *norms = self._norms_read
-        positions: dict[str, torch.Tensor] = {}
-        states: dict[int, torch.Tensor] = {}
+        kept: dict[int | str, torch.Tensor] = {}
 
         def keep_at(place: int) -> Callable[..., None]:
             def keep(_norm: nn.Module, _args: tuple[torch.Tensor, ...], output: tuple | torch.Tensor) -> None:
-                states[place] = _normed_of(output)
+                kept[place] = _normed_of(output)
 
             return keep
 
         def fill(_norm: nn.Module, _args: tuple[torch.Tensor, ...], output: tuple | torch.Tensor) -> None:
             last = _normed_of(output)
-            context = torch.cat([last, *(states.pop(place) for place in range(len(norms)))], dim=-1)
-            layers, at = self.decoder_layers, positions.pop("of all tokens")
+            context = torch.cat([last, *(kept.pop(place) for place in range(len(norms)))], dim=-1)
+            layers, positions = self.decoder_layers, kept.pop("positions")
             keys_and_values = self.fill_proj(context)[0].chunk(2 * len(layers), dim=-1)
             for layer, key, value in zip(layers, keys_and_values[::2], keys_and_values[1::2], strict=True):
-                fill_layer(layer.self_attn, at, last, torch.zeros_like(key), key.contiguous(), value.contiguous())
+                written = torch.zeros_like(key), key.contiguous(), value.contiguous()
+                fill_layer(layer.self_attn, positions, last, *written)
 
         def keep_positions(_layer: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
-            positions["of all tokens"] = args[0]
+            kept["positions"] = args[0]
 
         target.model.layers[exit_layer].register_forward_pre_hook(keep_positions)
         for place, norm in enumerate(norms):
