@@ -27,7 +27,7 @@ from vllm_eesd.files import replacing
 
 # A warm start needs only a short warm-up: it keeps the first, badly scaled steps small.
 WARMUP_STEPS = 30
-# Times 1 / sqrt(hidden_size), as weights shrink with width: 0.016 at 320, where half and twice it were compared.
+# Times 1 / sqrt(hidden_size), as weights shrink with width: 0.0175 at 256, where half and twice it were compared.
 DEFAULT_LR = 0.28
 # Times that for a head that goes on learning: a high rate would first undo what it knows.
 CONTINUED_LR_SHARE = 0.125
