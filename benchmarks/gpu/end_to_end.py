@@ -57,7 +57,8 @@ NAMES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention
 NAMES += ("head_dim",)
 #: Shape of the draft model beside each target.
 DRAFT_MODEL = {"8b": "1b", "1b": "160m", "tiny": "tiny"}
-EXIT_LAYER = {"8b": 3, "1b": 2, "tiny": 1}
+#: EESD's head: after the first layer, of two, as the embedded model's; auxiliary layers as `eesd distill` chooses them.
+EXIT_LAYER, HEAD_LAYERS = 1, 2
 METHODS = ("plain", "eesd", "ngram", "draft_model", "eagle")
 PROMPT_TOKENS = 128
 
@@ -78,16 +79,53 @@ def config_directory(shape: str, root: Path, name: str = "", **others: int) -> s
     return str(directory)
 
 
-def speculative_config(method: str, shape: str, root: Path) -> dict | None:
-    """Return vLLM's `speculative_config`; EESD drafts headless, with one layer more in place of an exit layer.
+def random_head(shape: str, root: Path) -> str:
+    """Return the directory of an exit head of random weights for that shape, written there if it is missing."""
+    import torch
+    from transformers import LlamaConfig
 
-    Without n-gram drafts: text of random weights repeats itself, and the rates below are those of a head.
+    from vllm_eesd.exit_head.checkpoint import ExitHeadConfig, Verifier, write_head
+    from vllm_eesd.exit_head.shapes import expected_shapes
+
+    directory = root / f"{shape}-head"
+    if (directory / "config.json").exists():
+        return str(directory)
+    target = LlamaConfig.from_pretrained(config_directory(shape, root))
+    layers = target.num_hidden_layers
+    config = ExitHeadConfig(
+        exit_layer=EXIT_LAYER,
+        head_type="deep_context",
+        head_layers=HEAD_LAYERS,
+        aux_layers=sorted({layers * quarter // 4 for quarter in (1, 2, 3)} - {EXIT_LAYER}),
+        verifier=Verifier(
+            name_or_path=shape,
+            architecture="LlamaForCausalLM",
+            hidden_size=target.hidden_size,
+            num_hidden_layers=layers,
+            vocab_size=target.vocab_size,
+        ),
+        transformer_layer_config=target.to_dict(),
+    )
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    tensors = {
+        name: torch.ones(size, dtype=torch.bfloat16)
+        if len(size) == 1
+        else (torch.randn(size, device=device) * target.initializer_range).bfloat16().cpu()
+        for name, size in expected_shapes(config).items()
+    }
+    write_head(directory, config, tensors)
+    return str(directory)
+
+
+def speculative_config(method: str, shape: str, root: Path) -> dict | None:
+    """Return vLLM's `speculative_config`; EESD drafts with a head of random weights.
+
+    Without n-gram drafts: text of random weights repeats itself, and the rates above are those of a head.
     """
     if method == "plain":
         return None
     if method == "eesd":
-        exit_layer = EXIT_LAYER[shape] + 1
-        config = {"method": "eesd", "exit_layer": exit_layer, "num_speculative_tokens": len(RATES)}
+        config = {"method": "eesd", "model": random_head(shape, root), "num_speculative_tokens": len(RATES)}
         return config | {"policy": "goodput", "policy_args": {"ngram": False}}
     imposed = {"rejection_sample_method": "synthetic"}
     if method == "ngram":
