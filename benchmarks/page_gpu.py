@@ -54,7 +54,7 @@ def steps_of_8b(costs: dict[str, Any]) -> Rows:
     Args:
         costs: `CostModel.state`.
     """
-    roofline = Roofline(Shape.of(32, 4096, 128256), exit_layer=3, head_layers=1, gpu=GPU, context=CONTEXT)
+    roofline = Roofline(Shape.of(32, 4096, 128256), exit_layer=1, head_layers=2, gpu=GPU, context=CONTEXT)
     rows = []
     for size, points in costs["verify_ms"].items():
         for drafts, ms in points if int(size) in BATCHES else ():

@@ -52,10 +52,12 @@ from vllm_eesd.distill.train import (
     _make_optimizers,
     _update,
     learning_rate_scale,
+    place_weights,
     random_block_starts,
 )
 from vllm_eesd.exit_head.checkpoint import Prior, write_head
 from vllm_eesd.files import replacing
+from vllm_eesd.provenance import hardware
 
 MODEL = "models/eesd-code-10m"
 #: What the embedded head saw (its card).
@@ -76,13 +78,13 @@ NAME = re.compile(
 #: What may be changed in an exit head's training; several are joined by "+".
 RECIPES = {
     "tv": "total variation in the last `LATE` of the steps, forward KL before",
-    "early": "a place in a draft weighs the less the later it is",
+    "early": "a token weighs the less the later in a draft it stands",
     "rounds": "in the last `LATE` of the steps a draft begins where the head's last one went wrong",
     "on": "goes on with the embedded head",
 }
 LATE = 0.3
-#: A place in a draft weighs exp(-place / FADE) with the recipe `early` (arXiv 2602.06036 weighs so).
-FADE = 4.0
+#: That of the recipe `early`, `eesd distill`'s default.
+POSITION_DECAY = 4.0
 
 
 @dataclass(frozen=True)
@@ -131,8 +133,7 @@ class Head(nn.Module):
         """Return the divergence from the target, mean over all positions."""
         hidden, weights = self._drafted(step), None
         if "early" in self.recipes:
-            places = torch.arange(step.ids.shape[1], device=step.ids.device) - step.block_starts
-            weights = (-places / FADE).exp().expand(step.ids.shape).flatten()
+            weights = place_weights(step.block_starts, POSITION_DECAY).expand(step.ids.shape).flatten()
         loss = total_variation if step.late and "tv" in self.recipes else forward_kl
         return _divergence(target, hidden, step.target_hidden, loss, weights)
 
@@ -322,7 +323,7 @@ def train(args: argparse.Namespace) -> None:
     rates = {name: lr_factor(name) * LR / target.config.hidden_size**0.5 for name in drafters}
     optimizers = {name: _make_optimizers(drafter.to(device), rates[name]) for name, drafter in drafters.items()}
     step_losses = _step_losses(target, drafters, device, args.compile)
-    run = _resume(args.work, drafters, optimizers)
+    run = _resume(args.work, drafters, optimizers) | {"seed": args.seed, "batch": args.batch, "hardware": hardware()}
     began, saved = time.monotonic() - run["seconds"], time.monotonic()
     while run["step"] < config.steps:
         ids = data.batch_at(run["step"], args.batch, SEQ_LEN, args.seed).to(device)
@@ -386,6 +387,7 @@ def export(args: argparse.Namespace) -> None:
         directory = args.output / (stem if without_rate.count(stem) == 1 else name).replace(":", "-")
         drafter.export(target, directory)
         kept = {"tokens": run["tokens"], "minutes_together": round(run["seconds"] / 60, 1)}
+        kept |= {key: run[key] for key in ("seed", "batch", "hardware") if key in run}
         kept |= {"lr_factor": lr_factor(name), "last_loss": _mean_losses(run, 50)[name]}
         kept["with"] = sorted(run["losses"][-1])
         _write_json(directory / "training.json", kept)

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import hashlib
 import json
+import math
 import os
 import re
 import shlex
@@ -215,6 +216,27 @@ def test_every_loss_trains(model_dir, text, name):
     head = new_head(target, "last")
     record = train(target, head, data, TrainConfig(steps=80, batch=4, seq_len=SEQ_LEN, lr=1e-2, loss=name))
     assert sum(record["losses"][-5:]) < 0.9 * sum(record["losses"][:5])
+
+
+@pytest.mark.parametrize("head_type", ["deep_context", "transformer"])
+def test_a_token_late_in_a_draft_weighs_less(model_dir, head_type):
+    """In a deep-context head's loss; another head knows no drafts, so all its tokens weigh alike."""
+    target = make_target(model_dir)
+    data = TokenData([np.random.default_rng(0).integers(0, VOCAB, 400).astype(np.uint16)])
+    ids, starts = data.batch_at(0, 2, SEQ_LEN, 0), random_block_starts(SEQ_LEN, (0, 0, 1))
+    head = new_head(target, "last", head_type)
+    with torch.no_grad():
+        exit_hidden, target_hidden, rotary = target(ids)
+        hidden = head(exit_hidden, target_hidden, rotary, starts)
+        log_q, log_p = (target.lm_head(state).log_softmax(-1) for state in (hidden, target_hidden))
+        divergence = (log_p.exp() * (log_p - log_q)).sum(-1)
+    for decay in (0.0, 1.5):
+        config = TrainConfig(steps=1, batch=2, seq_len=SEQ_LEN, position_decay=decay, head_type=head_type)
+        (loss,) = train(target, new_head(target, "last", head_type), data, config)["losses"]
+        alike = decay == 0 or head_type == "transformer"
+        weights = [1.0 if alike else math.exp(-(place - start) / decay) for place, start in enumerate(starts.tolist())]
+        expected = (divergence * torch.tensor(weights)).sum() / (2 * sum(weights))
+        assert loss == pytest.approx(expected.item(), abs=2e-5)  # losses are kept with five digits
 
 
 def test_a_head_that_goes_on_learning_does_so_gently(model_dir, monkeypatch):

@@ -39,6 +39,12 @@ class TrainConfig(BaseModel):
         "forward_kl", description="what the head minimises"
     )
     jsd_beta: float = Field(0.5, gt=0, lt=1, description="beta of jsd")
+    position_decay: float = Field(
+        4.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="in a deep_context head's loss the token at place k of a draft weighs exp(-k / D); 0: all alike",
+    )
     head_type: Literal["transformer", "deep_context", "mlp"] = Field("deep_context", description="what the head is")
     head_layers: int | None = Field(
         None,

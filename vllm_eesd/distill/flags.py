@@ -47,6 +47,7 @@ def distill(parser: argparse.ArgumentParser) -> None:
     _setting(parser, "init", metavar="last|exit|HEAD")
     _setting(parser, "loss")
     _setting(parser, "jsd_beta", type=float, metavar="B")
+    _setting(parser, "position_decay", type=float, metavar="D")
     _setting(parser, "head_type")
     _setting(parser, "head_layers", type=positive, metavar="M")
     _setting(parser, "aux_layers", type=layer, nargs="*", metavar="A")
