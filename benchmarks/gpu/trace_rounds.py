@@ -7,17 +7,21 @@
 A target of an 8B model's shape with random weights and imposed acceptance (see end_to_end.py) runs in this process.
 torch's profiler traces some rounds with `fixed` (three drafts) and with `goodput`, at every batch size. Read it so:
 "gap" is time in which the device had nothing to do between the first and the last kernel traced; "waits" are calls in
-which the host waited for the device; "drafting" are kernels that `propose` launched.
+which the host waited for the device; "drafting" are kernels that `propose` launched. The profiler slows the host: what
+a round takes without it is said beside, and, of rounds under cProfile, whose Python took the time.
 """
 
 from __future__ import annotations
 
 import argparse
 import bisect
+import cProfile
 import json
 import os
+import pstats
 import random
 import tempfile
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,6 +35,15 @@ FIXED_LENGTH = 3
 #: Rounds before the traced ones: compilers, allocators and the policy's first costs.
 WARM_UP_ROUNDS = 30
 ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
+#: Whose Python a file is, by what its path holds; the first that fits.
+HOST_PARTS = {
+    "EESD": "/vllm_eesd/",
+    "scheduler": "/vllm/v1/core/",
+    "engine": "/vllm/v1/engine/",
+    "runner": "/vllm/v1/worker/",
+    "rest of vLLM": "/vllm/",
+}
+OTHER_CODE = "other code"
 
 
 class Rounds(NamedTuple):
@@ -130,8 +143,35 @@ def start(policy: str, options: argparse.Namespace, root: Path) -> Any:
     return start_engine(options.shape, root, config, options.engine)
 
 
-def trace(llm: Any, batch: int, num_rounds: int, path: Path) -> list[dict[str, Any]]:
-    """Return the trace events of so many rounds of a full batch."""
+def host_parts(stats: dict[tuple, tuple], num_rounds: int) -> dict[str, float]:
+    """Return whose Python took the host's time, ms a round, most first.
+
+    What other code takes counts for who called it, where that is one of `HOST_PARTS`; else it is `OTHER_CODE`.
+
+    Args:
+        stats: `pstats.Stats.stats`.
+    """
+
+    def part_of(function: tuple[str, int, str]) -> str | None:
+        return next((part for part, path in HOST_PARTS.items() if path in function[0]), None)
+
+    seconds: Counter[str] = Counter()
+    for function, (_, _, own_s, _, callers) in stats.items():
+        part = part_of(function)
+        if part is None and callers:
+            for caller, (_, _, caller_s, _) in callers.items():
+                seconds[part_of(caller) or OTHER_CODE] += caller_s
+        else:
+            seconds[part or OTHER_CODE] += own_s
+    return {part: round(1e3 * own / num_rounds, 3) for part, own in seconds.most_common()}
+
+
+def trace(llm: Any, batch: int, num_rounds: int, path: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Run a full batch for three times so many rounds: undisturbed, under cProfile, under torch's profiler.
+
+    Returns:
+        (the trace's events, {"wall_ms": a round undisturbed, "host_ms": see `host_parts`}).
+    """
     import torch
     from vllm import SamplingParams
 
@@ -143,6 +183,13 @@ def trace(llm: Any, batch: int, num_rounds: int, path: Path) -> list[dict[str, A
         engine.add_request(f"{path.stem}-{number}", {"prompt_token_ids": tokens}, params)
     for _ in range(WARM_UP_ROUNDS):
         engine.step()
+    began = time.perf_counter()
+    for _ in range(num_rounds):
+        engine.step()
+    wall_ms = (time.perf_counter() - began) * 1e3 / num_rounds
+    host = cProfile.Profile()
+    for _ in range(num_rounds):
+        host.runcall(engine.step)
     with torch.profiler.profile() as profile:
         for _ in range(num_rounds):
             engine.step()
@@ -150,7 +197,8 @@ def trace(llm: Any, batch: int, num_rounds: int, path: Path) -> list[dict[str, A
     engine.abort_request([f"{path.stem}-{number}" for number in range(batch)])
     while engine.has_unfinished_requests():
         engine.step()
-    return json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+    host_ms = host_parts(pstats.Stats(host).stats, num_rounds)
+    return json.loads(path.read_text(encoding="utf-8"))["traceEvents"], {"wall_ms": wall_ms, "host_ms": host_ms}
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -163,6 +211,9 @@ def table(rows: list[dict[str, Any]]) -> str:
     for row in rows:
         lines += ["", f"{row['policy']}, batch {row['batch']}, ms a round:"]
         lines += [f"    {ms:8.3f}  {name:.100}" for ms, name in row["slowest"]]
+        if "wall_ms" in row:
+            parts = ", ".join(f"{part} {ms:.2f}" for part, ms in row["host_ms"].items())
+            lines.append(f"    without a profiler {row['wall_ms']:.2f} ms a round; the host's under cProfile: {parts}")
     return "\n".join(lines)
 
 
@@ -186,8 +237,9 @@ def main() -> None:
         for policy in options.policies.split(","):
             llm = start(policy, options, Path(scratch))
             for batch in map(int, options.batch.split(",")):
-                events = trace(llm, batch, options.rounds, folder / f"{policy}-{batch}.json")
-                rows.append({"policy": policy, "batch": batch} | summarise(events, options.rounds)._asdict())
+                events, host = trace(llm, batch, options.rounds, folder / f"{policy}-{batch}.json")
+                found = summarise(events, options.rounds)._asdict()
+                rows.append({"policy": policy, "batch": batch} | found | host)
             llm.llm_engine.engine_core.shutdown()
             del llm
     print(table(rows))

@@ -56,3 +56,22 @@ def test_kernels_gaps_and_waits_are_told_apart(trace_rounds):
 def test_a_trace_without_kernels_is_refused(trace_rounds):
     with pytest.raises(ValueError, match="holds no kernel"):
         trace_rounds.summarise([event("cpu_op", "aten::add", 0, 1)], 1)
+
+
+def test_the_hosts_time_is_whose_python_spent_it(trace_rounds):
+    """A numpy call counts for EESD, which made it; what torch calls of its own is nobody's."""
+    policy, runner = ("x/vllm_eesd/policy/goodput.py", 1, "begin"), ("x/vllm/v1/worker/gpu/model_runner.py", 2, "step")
+    torch_ops, array, launch = ("x/torch/_ops.py", 3, "call"), ("~", 0, "<array>"), ("~", 0, "<launch>")
+    stats = {
+        runner: (2, 2, 0.004, 0.03, {}),
+        policy: (2, 2, 0.002, 0.008, {runner: (2, 2, 0.002, 0.008)}),
+        array: (9, 9, 0.007, 0.007, {policy: (6, 6, 0.006, 0.006), torch_ops: (3, 3, 0.001, 0.001)}),
+        torch_ops: (2, 2, 0.003, 0.02, {runner: (2, 2, 0.003, 0.02)}),
+        launch: (2, 2, 0.016, 0.016, {torch_ops: (2, 2, 0.016, 0.016)}),
+    }
+    found = trace_rounds.host_parts(stats, 2)
+    assert found == {trace_rounds.OTHER_CODE: 8.5, "EESD": 4.0, "runner": 3.5}
+    rounds = trace_rounds.summarise([event("kernel", "gemm", 0, 100)], 1)
+    row = {"policy": "fixed", "batch": 1} | rounds._asdict() | {"wall_ms": 5.0, "host_ms": found}
+    printed = trace_rounds.table([row])
+    assert "without a profiler 5.00 ms a round" in printed and "EESD 4.00" in printed
