@@ -96,6 +96,35 @@ def cloned_head(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def head_of_two_layers(tmp_path_factory):
+    """Return make(target_dir, exit_layer, aux_layers): an untrained deep-context head of the target's next two layers.
+
+    The upper one sees verified tokens through what it has not learned to read. With `token_ids`, ascending, it drafts
+    from these only.
+    """
+    import torch
+
+    from vllm_eesd.distill.model import head_config, new_head
+    from vllm_eesd.distill.target import load_target
+    from vllm_eesd.distill.vocabulary import restrict
+    from vllm_eesd.exit_head.checkpoint import Prior, write_head
+
+    def make(target_directory, exit_layer, aux_layers, token_ids=None):
+        target = load_target(target_directory, exit_layer, "cpu", aux_layers)
+        head = new_head(target, "exit", "deep_context", 2)
+        if token_ids is not None:
+            restrict(head, torch.tensor(token_ids))
+        size = None if token_ids is None else len(token_ids)
+        directory = tmp_path_factory.mktemp("heads") / "two_layers"
+        write_head(
+            directory, head_config(target, target_directory, "deep_context", Prior(), size, 2), head.state_dict()
+        )
+        return str(directory)
+
+    return make
+
+
+@pytest.fixture(scope="session")
 def engine():
     """Return open(target, spec=None, **options): a context manager giving an LLM that is torn down at its end."""
 

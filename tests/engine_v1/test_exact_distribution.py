@@ -40,6 +40,7 @@ DRAFT_SAMPLE_METHODS = get_args(EESDConfig.model_fields["draft_sample_method"].a
 PLAIN = "plain"
 #: Drafts are drawn from some of the target's tokens only: what it says beyond them must come from the residual.
 PRUNED, DRAFT_TOKENS = "auto, draft vocabulary", (0, 2, 3, 4, 7)
+TWO_LAYERS = "auto, a deep-context head of two layers"
 #: Each goes its own way through vLLM's samplers or ours; a greedy request has one output only.
 ONE_KIND = ("T=0.5", "T=1.5, top_k and top_p", "repetition penalty", "frequency penalty", "own seeds")
 
@@ -48,7 +49,7 @@ NUM_SAMPLES = 15_000
 NUM_SAMPLES_PLANTED = 5_000
 #: The chance that a right suite fails, shared out among its comparisons (Bonferroni).
 FAMILY_ERROR = 1e-4
-NUM_COMPARISONS = 1 + len(DRAFT_SAMPLE_METHODS) * (1 + len(POLICIES) + 2 + 2 + len(ONE_KIND)) + 4
+NUM_COMPARISONS = 1 + len(DRAFT_SAMPLE_METHODS) * (1 + len(POLICIES) + 2 + 2 + len(ONE_KIND)) + 5
 SIGNIFICANCE = FAMILY_ERROR / NUM_COMPARISONS
 
 
@@ -90,12 +91,15 @@ def distributions_after(prompt, target):
 
 
 @pytest.fixture(scope="module")
-def llm(request, engine, eight_token_target, cloned_head):
+def llm(request, engine, eight_token_target, cloned_head, head_of_two_layers):
     """An engine: plain vLLM, or EESD with this draft_sample_method."""
     spec = None
     if request.param != PLAIN:
         # Layer 2 of 0..2 is left out: good, not perfect.
-        head = cloned_head(eight_token_target, 1, 1, DRAFT_TOKENS if request.param == PRUNED else None)
+        if request.param == TWO_LAYERS:
+            head = head_of_two_layers(eight_token_target, 0, [1, 2])
+        else:
+            head = cloned_head(eight_token_target, 1, 1, DRAFT_TOKENS if request.param == PRUNED else None)
         spec = {
             "method": "eesd",
             "model": head,
@@ -151,6 +155,12 @@ def test_all_kinds_of_requests_in_every_batch(llm, distributions):
 @pytest.mark.feature("sampling, a draft vocabulary", "the same distribution")
 @pytest.mark.parametrize("llm", [PRUNED], indirect=True)
 def test_a_draft_vocabulary(llm, distributions, verified):
+    assert_exact(llm, distributions, OURS)
+    assert verified["ours"] and not verified["vllm"]
+
+
+@pytest.mark.parametrize("llm", [TWO_LAYERS], indirect=True)
+def test_a_head_of_two_layers(llm, distributions, verified):
     assert_exact(llm, distributions, OURS)
     assert verified["ours"] and not verified["vllm"]
 

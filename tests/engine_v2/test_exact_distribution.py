@@ -54,11 +54,17 @@ def sample(engine, target, head, expected, num_samples, requests, policies=(), *
 
 @pytest.mark.parametrize("ends_in", ["torch", "kernels"])
 def test_sampled_output_has_the_targets_distribution(
-    engine, eight_token_target, cloned_head, expected, ends_in, force_kernels, monkeypatch
+    engine, eight_token_target, cloned_head, head_of_two_layers, expected, ends_in, force_kernels, monkeypatch
 ):
-    """From a draft vocabulary, which is all that drafting from the whole one is, and its logits scattered."""
-    calls = force_kernels(monkeypatch) if ends_in == "kernels" else None
-    head = cloned_head(eight_token_target, 1, 1, (0, 2, 3, 4, 6, 7))  # the last layer is left out: good, not perfect
+    """From a draft vocabulary, which is all that drafting from the whole one is, and its logits scattered.
+
+    With kernels from a deep-context head of two layers.
+    """
+    calls, draft_tokens = None, (0, 2, 3, 4, 6, 7)
+    if ends_in == "kernels":
+        calls, head = force_kernels(monkeypatch), head_of_two_layers(eight_token_target, 1, [2], draft_tokens)
+    else:
+        head = cloned_head(eight_token_target, 1, 1, draft_tokens)  # the last layer is left out: good, not perfect
     policy = {"policy": "confidence", "policy_args": {"threshold": 0.4}}
     requests = [SAMPLING] * 7 + OTHERS
     verdict, stats = sample(
