@@ -4,8 +4,11 @@ import argparse
 import io
 import json
 import os
+import signal
 import subprocess
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -231,6 +234,30 @@ def test_plugins_are_loaded_before_engines_start_side_by_side(monkeypatch):
     started = engines._start_together(start, {"eesd": {"name": "eesd"}, "plain": {"name": "plain"}})
     assert started == {"eesd": "eesd", "plain": "plain"}
     assert journal[0] == ("plugins", threading.get_ident()) and {name for name, _ in journal[1:]} == {"eesd", "plain"}
+
+
+def test_engines_are_stopped_when_the_process_is_told_to_end(monkeypatch):
+    """By SIGTERM, on which Python alone would end at once and leave them running."""
+    stopped = []
+
+    def start_together(start, some):
+        return {method: SimpleNamespace(close=partial(stopped.append, method)) for method in some}
+
+    monkeypatch.setattr(engines, "_start_together", start_together)
+    monkeypatch.setattr(engines, "VllmEngine", lambda llm, *_: llm)
+    monkeypatch.setattr(engines, "prepare_environment", lambda model: None)
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        given = ["plain", "eesd"], EngineSettings("target", head="head"), 64, str
+        with pytest.raises(SystemExit, match="143"), engines.running_engines(*given):
+            assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL  # which would end the tests
+            signal.raise_signal(signal.SIGTERM)
+        assert sorted(stopped) == ["eesd", "plain"] and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    monkeypatch.setattr(signal, "signal", lambda *_: pytest.fail("handlers can be set in the main thread only"))
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(lambda: engines.sigterm_exits().__enter__()).result()
 
 
 # --- the command ---

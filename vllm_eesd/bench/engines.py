@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
+import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
@@ -216,6 +219,7 @@ def running_engines(
     os.close(handle)
     log, engines = Path(name), {}
     with ExitStack() as stack:
+        stack.enter_context(sigterm_exits())
         # eesd first: if its head or its settings are refused, the others need not be started.
         waiting = sorted(methods, key=lambda method: method not in OURS)
         start = partial(start_engine, settings, max_model_len, len(methods))
@@ -243,6 +247,24 @@ def running_engines(
             error.add_note(f"what the engines printed: {log}")
             raise
     log.unlink()
+
+
+@contextmanager
+def sigterm_exits() -> Iterator[None]:
+    """Within, SIGTERM (of `timeout`, of a job that is cancelled) ends this process as `sys.exit` does.
+
+    By default it would end at once, and the engines' processes would go on, with their memory. Where another handler
+    has been set, or in another thread than the main one, nothing changes.
+    """
+    is_ours = threading.current_thread() is threading.main_thread()
+    if not is_ours or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _start_together(start: Callable[..., Any], arguments: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
