@@ -100,12 +100,12 @@ class _Chunked(torch.autograd.Function):
         ctx: Any,
         draft: Tensor,
         target: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
+        lm_head: tuple[Tensor, Tensor | None],
         labels: Tensor | None,
         loss: Loss,
         weights: Tensor,
     ) -> Tensor:
+        weight, bias = lm_head
         total = draft.new_zeros((), dtype=torch.float32)
         gradients = []
         chunk = max(1, CHUNK_LOGITS // len(weight))
@@ -122,7 +122,7 @@ class _Chunked(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = ctx.saved_tensors
-        return grad_output * gradient, *[None] * 6
+        return grad_output * gradient, *[None] * 5
 
 
 def distillation_loss(
@@ -146,4 +146,4 @@ def distillation_loss(
         weights: [num_tokens] float32, how much each token counts; None: all alike.
     """
     weights = torch.ones(len(draft), device=draft.device) if weights is None else weights
-    return _Chunked.apply(draft, target, weight, bias, labels, loss, weights / weights.sum())
+    return _Chunked.apply(draft, target, (weight, bias), labels, loss, weights / weights.sum())
