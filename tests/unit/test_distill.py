@@ -328,6 +328,22 @@ def test_interrupted_within_a_step(model_dir, text, tmp_path, monkeypatch):
     assert all(torch.equal(resumed.state_dict()[name], tensor) for name, tensor in whole.state_dict().items())
 
 
+@pytest.mark.parametrize(("exit_layer", "first"), [(0, 0), (1, LAYERS - 2)])
+def test_layers_that_a_run_starts_from(model_dir, text, tmp_path, exit_layer, first):
+    """By default the target's last ones; on the embedding, of which those make nothing, its first ones."""
+    head = tmp_path / "head"
+    run(make_args(model_dir, text, head, steps=1, lr=1e-9, init=None, exit_layer=exit_layer))
+    layers = make_target(model_dir).model.model.layers
+    tensors = read_tensors(head)
+    for name, layer in (("layer", layers[first]), ("upper.0.layer", layers[first + 1])):
+        # Kept in bfloat16.
+        torch.testing.assert_close(
+            tensors[f"{name}.mlp.up_proj.weight"].float(), layer.mlp.up_proj.weight, rtol=2**-8, atol=1e-6
+        )
+    record = json.loads((head / "training.json").read_text())
+    assert record["settings"]["init"] == ("last" if exit_layer else "exit")
+
+
 def test_a_head_of_another_exit_layer_is_a_start_and_no_head(model_dir, tmp_path):
     deep, shallow = make_target(model_dir, exit_layer=2), make_target(model_dir, exit_layer=1)
     head = new_head(deep, "last")

@@ -34,7 +34,11 @@ class TrainConfig(BaseModel):
         allow_inf_nan=False,
         description="peak learning rate (default: by the target's width; an eighth of that if init is a head)",
     )
-    init: str = Field("last", description="start from the target's last or exit layers, or from another head")
+    init: str | None = Field(
+        None,
+        description="start from the target's last or exit layers, or from another head (default: last; exit if "
+        "exit_layer is 0)",
+    )
     loss: Literal["forward_kl", "reverse_kl", "tv", "ce_target", "ce_text", "jsd"] = Field(
         "forward_kl", description="what the head minimises"
     )
@@ -67,7 +71,7 @@ class TrainConfig(BaseModel):
     @property
     def init_head(self) -> str | None:
         """The directory of the head that training goes on with, None where it starts from the target's layers."""
-        return None if self.init in ("last", "exit") else self.init
+        return None if self.init in (None, "last", "exit") else self.init
 
     @model_validator(mode="after")
     def _text_is_in_the_vocabulary(self) -> Self:
