@@ -60,6 +60,7 @@ DRAFT_MODEL = {"8b": "1b", "1b": "160m", "tiny": "tiny"}
 #: EESD's head: after the first layer, of two, as the embedded model's; auxiliary layers as `eesd distill` chooses them.
 EXIT_LAYER, HEAD_LAYERS = 1, 2
 METHODS = ("plain", "eesd", "ngram", "draft_model", "eagle")
+PEER_DRAFT_LENGTH = 4
 PROMPT_TOKENS = 128
 
 
@@ -118,25 +119,28 @@ def random_head(shape: str, root: Path) -> str:
 
 
 def speculative_config(method: str, shape: str, root: Path) -> dict | None:
-    """Return vLLM's `speculative_config`; EESD drafts with a head of random weights.
+    """Return vLLM's `speculative_config` of METHOD or METHOD@K, which drafts up to K tokens.
 
-    Without n-gram drafts: text of random weights repeats itself, and the rates above are those of a head.
+    EESD drafts with a head of random weights, and without n-gram drafts: text of random weights repeats itself, and the
+    rates above are those of a head.
     """
+    method, _, longest = method.partition("@")
     if method == "plain":
         return None
     if method == "eesd":
-        config = {"method": "eesd", "model": random_head(shape, root), "num_speculative_tokens": len(RATES)}
+        config = {"method": "eesd", "model": random_head(shape, root)}
+        config |= {"num_speculative_tokens": int(longest or len(RATES))}
         return config | {"policy": "goodput", "policy_args": {"ngram": False}}
-    imposed = {"rejection_sample_method": "synthetic"}
+    imposed, longest = {"rejection_sample_method": "synthetic"}, int(longest or PEER_DRAFT_LENGTH)
     if method == "ngram":
-        ngram = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 2, "prompt_lookup_max": 4}
+        ngram = {"method": "ngram", "num_speculative_tokens": longest, "prompt_lookup_min": 2, "prompt_lookup_max": 4}
         return ngram | imposed | {"synthetic_acceptance_length": NGRAM_LENGTH}
     if method == "eagle":
         model = config_directory(shape, root, f"{shape}-eagle", num_hidden_layers=1)
     else:
         model = config_directory(DRAFT_MODEL[shape], root)
     draft = {"method": method, "model": model}
-    return draft | imposed | {"num_speculative_tokens": 4, "synthetic_acceptance_rates": RATES[:4]}
+    return draft | imposed | {"num_speculative_tokens": longest, "synthetic_acceptance_rates": RATES[:longest]}
 
 
 def impose_acceptance_on_eesd() -> None:
@@ -180,9 +184,10 @@ def serve(method: str, shape: str, root: Path, options: argparse.Namespace) -> N
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from vllm import SamplingParams
 
-    if method == "eesd":
+    engine = json.loads(options.engine)
+    if method.partition("@")[0] == "eesd":
         impose_acceptance_on_eesd()
-    engine = json.loads(options.engine) | ({"worker_extension_cls": WORKER_EXTENSION} if method == "eesd" else {})
+        engine["worker_extension_cls"] = WORKER_EXTENSION
     llm = start_engine(shape, root, speculative_config(method, shape, root), engine)
     print(json.dumps({"ready": True}), file=answers, flush=True)
     vocab_size = llm.llm_engine.model_config.get_vocab_size()
@@ -232,8 +237,9 @@ def check_memory(shape: str, options: argparse.Namespace) -> None:
     if share is None or not answer or not answer[0].isdigit():  # some devices share the host's memory and name none
         return
     total = int(answer[0]) * 2**20 / 1e9
+    has_draft_model = any(method.startswith("draft_model") for method in options.methods)
     # In addition to the weights: keys and values of 128 requests, activations, CUDA graphs.
-    needed = weights_gb(shape) + (weights_gb(DRAFT_MODEL[shape]) if "draft_model" in options.methods else 0) + 6
+    needed = weights_gb(shape) + (weights_gb(DRAFT_MODEL[shape]) if has_draft_model else 0) + 6
     if share * total < needed:
         raise SystemExit(
             f"{shape}: an engine needs about {needed:.0f} GB, gpu_memory_utilization {share} of this GPU is "
@@ -301,7 +307,9 @@ def measure(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("shape", nargs="?", choices=sorted(DRAFT_MODEL), default="8b")
-    parser.add_argument("--methods", type=lambda text: text.split(","), default=list(METHODS))
+    parser.add_argument(
+        "--methods", type=lambda text: text.split(","), default=list(METHODS), help="METHOD or METHOD@K"
+    )
     parser.add_argument("--batch", type=lambda text: [int(b) for b in text.split(",")], default=[1, 8, 32, 128])
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=3)
