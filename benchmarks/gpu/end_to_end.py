@@ -29,7 +29,7 @@ from typing import Any
 from vllm_eesd.bench.engines import WORKER_EXTENSION
 from vllm_eesd.provenance import provenance
 
-#: Share of rounds in which draft token i was accepted: the embedded model and its head at batch 1, README.md's table.
+#: Share of rounds in which draft token i was accepted: the embedded model and its former head at batch 1.
 RATES = [0.83, 0.68, 0.53, 0.42, 0.34, 0.27, 0.25, 0.19]
 #: Tokens an n-gram round emitted there (of 4 drafted), placeholders for failed look-ups included.
 NGRAM_LENGTH = 2.92

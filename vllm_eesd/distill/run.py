@@ -24,7 +24,7 @@ from vllm_eesd.distill.metrics import evaluate
 from vllm_eesd.distill.model import head_config, new_head
 from vllm_eesd.distill.probe import best_exit_layer, probe
 from vllm_eesd.distill.report import check_writable, command, serve_command, write_json
-from vllm_eesd.distill.target import Target, default_aux_layers, load_target
+from vllm_eesd.distill.target import Target, default_aux_layers, default_init, load_target
 from vllm_eesd.distill.text import check_seq_len, measuring_windows, read_text, read_traces
 from vllm_eesd.distill.train import train
 from vllm_eesd.distill.training_record import record_of
@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
         exit_layer = processes.agree(_exit_layer(config) if processes.is_first() else 0)
         target = load_target(config.model, exit_layer, "cpu")
         target.aux_layers = _aux_layers(config, target)
-        decided = {"head_layers": _head_layers(config, target), "init": _init(config, target)}
+        decided = {"head_layers": _head_layers(config, target), "init": config.init or default_init(target)}
         config = config.model_copy(update=decided)
         if config.draft_vocab is not None:
             check_size(config.draft_vocab, target.config.vocab_size)
@@ -174,12 +174,6 @@ def _head_layers(config: DistillConfig, target: Target) -> int:
     if config.init_head is not None:
         return ExitHeadConfig.load(config.init_head).head_layers
     return min(DEFAULT_HEAD_LAYERS, target.config.num_hidden_layers) if config.head_type == "deep_context" else 1
-
-
-def _init(config: DistillConfig, target: Target) -> str:
-    """Return what the head starts from."""
-    # On bare embeddings the last layers make nothing of them (N = 0, M = 3: KL 2.39 after 7.5 million tokens).
-    return config.init or ("last" if target.exit_layer else "exit")
 
 
 def _aux_layers(config: DistillConfig, target: Target) -> list[int]:

@@ -81,6 +81,12 @@ def default_aux_layers(target: Target) -> list[int]:
     return sorted({layer for layer in (depth // 4, depth // 2, 3 * depth // 4) if layer > target.exit_layer})
 
 
+def default_init(target: Target) -> str:
+    """Return which of the target's layers a head starts from, `last` or `exit`."""
+    # On bare embeddings the last layers make nothing of them (N = 0, M = 3: KL 2.39 after 7.5 million tokens).
+    return "last" if target.exit_layer else "exit"
+
+
 def load_target(name_or_path: str, exit_layer: int, device: str, aux_layers: Sequence[int] = ()) -> Target:
     """Return the target in float32.
 

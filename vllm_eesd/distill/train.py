@@ -201,7 +201,8 @@ def random_block_starts(seq_len: int, seed: tuple[int, ...]) -> Tensor:
 
 def _step_loss(target: Target, head: nn.Module, config: TrainConfig, device: str) -> Callable[[Tensor, Tensor], Tensor]:
     loss, on_text = build_loss(config.loss, config.jsd_beta), config.loss == "ce_text"
-    decay = config.position_decay if head.head_type == "deep_context" else 0  # the others know no places
+    knows_places = head.head_type == "deep_context" and config.position_decay > 0
+    decay = config.position_decay if knows_places else math.inf
     weight, bias = target.lm_head.weight, target.lm_head.bias
     if (token_ids := draft_token_ids(head)) is not None:
         # Both distributions within the draft vocabulary: of what the target says beyond it nothing can be learned.
@@ -212,13 +213,12 @@ def _step_loss(target: Target, head: nn.Module, config: TrainConfig, device: str
             with torch.no_grad():
                 exit_hidden, target_hidden, rotary = target(ids)
             hidden, labels = head(exit_hidden, target_hidden, rotary, block_starts), None
-            weights = None if decay == 0 else place_weights(block_starts, decay)
+            weights = place_weights(block_starts, decay)
             if on_text:  # the last position's next token is not in the window
                 hidden, target_hidden, labels = hidden[:, :-1], target_hidden[:, :-1], ids[:, 1:].flatten()
-                weights = None if weights is None else weights[:-1]
-            weights = None if weights is None else weights.repeat(len(ids))
+                weights = weights[:-1]
             flat = hidden.flatten(0, 1), target_hidden.flatten(0, 1)
-            return distillation_loss(loss, *flat, weight, bias, labels, weights)
+            return distillation_loss(loss, *flat, weight, bias, labels, weights.repeat(len(ids)))
 
     return step_loss
 
@@ -230,7 +230,7 @@ def place_weights(block_starts: Tensor, decay: float) -> Tensor:
 
     Args:
         block_starts: [..., seq_len] int64, see `ExitHead.forward`.
-        decay: places, above 0.
+        decay: places, above 0; infinite: all alike.
     Source: arXiv 2602.06036 (DFlash), whose blocks weigh so.
     """
     places = torch.arange(block_starts.shape[-1], device=block_starts.device) - block_starts
