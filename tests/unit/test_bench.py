@@ -633,6 +633,19 @@ def test_demo_summary_and_table():
     assert "\x1b" not in file.getvalue()
 
 
+@pytest.mark.parametrize(("seconds", "snippets"), [(0.1, 8), (0.8, 5), (1.4, 4), (60.0, 4)])
+def test_a_slow_machine_measures_fewer_snippets_in_the_demo(seconds, snippets):
+    now, lengths = [0.0], []
+
+    def generate(prompts, max_tokens):
+        now[0] += seconds * max_tokens / 128
+        lengths.append(max_tokens)
+
+    plain = SimpleNamespace(generate=generate)
+    assert demo.snippets_that_fit(plain, [1, 2], 128, clock=lambda: now[0]) == snippets
+    assert lengths == [1, 128]
+
+
 def test_the_demos_picture_shows_no_progress_and_fetches_nothing():
     console = Console(file=io.StringIO(), width=80, record=True)
     with latency.reporting(console) as progress:
