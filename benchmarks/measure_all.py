@@ -59,6 +59,7 @@ class Size:
         max_tokens: per prompt.
         temperature: of every request; above 0 outputs are not compared.
         up_to_loops: whether a text ends where plain's begins to repeat itself.
+        dtype: in bfloat16 outputs are compared but need not be the same.
     """
 
     prompts: int
@@ -69,6 +70,7 @@ class Size:
     max_tokens: int = 128
     temperature: float = 0.0
     up_to_loops: bool = False
+    dtype: str = "float32"
 
     def prompts_at(self, batch: int) -> int:
         """Return how many prompts are measured at a batch size."""
@@ -105,10 +107,10 @@ OF_SAME_BUDGET = {
     SAME_BUDGET + UP_TO_LOOPS: replace(_SIZE, up_to_loops=True),
     SAME_BUDGET + SAMPLED: replace(_SIZE, temperature=TEMPERATURE),
 }
-#: And in bfloat16, where outputs are compared but need not be the same.
-BFLOAT16 = "_bfloat16"
-IN_BFLOAT16 = {
-    HELD_OUT + BFLOAT16: replace(_SIZE, alone=None),
+#: Little of it: a CPU that does not multiply bfloat16 in hardware takes several times as long.
+BFLOAT16, _SIZE = "_bfloat16", Size(8, (1, 8), 3, head_alone=True, alone=2, dtype="bfloat16")
+WORKLOADS |= {
+    HELD_OUT + BFLOAT16: _SIZE,
     HELD_OUT + SAMPLED + BFLOAT16: replace(_SIZE, temperature=TEMPERATURE),
 }
 BUDGET_HEAD = f"{MODEL}/peers/exit_head"
@@ -164,12 +166,14 @@ def measure_all(workloads: dict[str, Size], same_budget: bool, quick: bool, cons
     """Measure with engines that are started once; return 1 if eesd's output is not plain's somewhere.
 
     Args:
-        workloads: with `HELD_OUT` among them, bfloat16 and requests that arrive at random are measured too.
+        workloads: with `HELD_OUT` among them, requests that arrive at random are measured too.
         same_budget: whether trained peers are measured.
     """
     settings = EngineSettings(MODEL)
     left_out = {method: reason for method in METHODS if (reason := settings.missing(method)) is not None}
     methods = [method for method in METHODS if method not in left_out and method not in ("plain", *TRAINED_PEERS)]
+    in_bfloat16 = {name: size for name, size in workloads.items() if size.dtype == "bfloat16"}
+    in_float32 = {name: size for name, size in workloads.items() if name not in in_bfloat16}
     failed = 0
     with ExitStack() as stack:
         progress = stack.enter_context(reporting(console))
@@ -178,14 +182,15 @@ def measure_all(workloads: dict[str, Size], same_budget: bool, quick: bool, cons
             texts = read_prompts(prompt_file(workload, size.prompts))
             _, prompts[workload], length = encode_prompts(MODEL, texts, size.max_tokens, progress)
             longest = max(longest, length)
-        plain = stack.enter_context(running_engines(["plain"], settings, longest, progress))
+        needed = ["plain"] if in_float32 or same_budget else []
+        plain = stack.enter_context(running_engines(needed, settings, longest, progress))
         session = Session(plain, settings, prompts, BUILD if quick else RESULTS, progress)
         known = {method: about(settings, method, left_out) for method in METHODS}
         session.write("methods.json", known | {"exit_head": trained(settings, "exit_head")})
-        if workloads:
+        if in_float32:
             with running_engines(methods, settings, longest, progress) as engines:
                 whole = replace(session, engines=plain | engines)
-                failed |= measure_workloads(whole, workloads, console)
+                failed |= measure_workloads(whole, in_float32, console)
                 if HELD_OUT in workloads:
                     console.print(arrival_table(throughput(whole, workloads[HELD_OUT], quick)))
         # Started when the others but plain vLLM are gone: so many would not fit into memory at once.
@@ -195,12 +200,11 @@ def measure_all(workloads: dict[str, Size], same_budget: bool, quick: bool, cons
             failed |= measure_same_budget(
                 whole, [p for p in TRAINED_PEERS if p not in left_out], longest, quick, console
             )
-        if HELD_OUT in workloads:
+        if in_bfloat16:
             half = replace(settings, dtype="bfloat16")
             with running_engines(["plain", *methods], half, longest, progress) as engines:
-                texts = dict.fromkeys(IN_BFLOAT16, prompts[HELD_OUT])
-                whole = replace(session, engines=plain | engines, settings=half, prompts=texts)
-                failed |= measure_workloads(whole, quick_sizes(IN_BFLOAT16) if quick else IN_BFLOAT16, console)
+                whole = replace(session, engines=engines, settings=half)
+                failed |= measure_workloads(whole, in_bfloat16, console)
     return failed
 
 
@@ -239,7 +243,10 @@ def measure_workloads(session: Session, sizes: dict[str, Size], console: Any) ->
 
 def quick_sizes(sizes: dict[str, Size]) -> dict[str, Size]:
     """Return little to measure of each workload, at its temperature."""
-    return {workload: replace(QUICK_SIZE, temperature=size.temperature) for workload, size in sizes.items()}
+    return {
+        workload: replace(QUICK_SIZE, temperature=size.temperature, dtype=size.dtype)
+        for workload, size in sizes.items()
+    }
 
 
 def about(settings: EngineSettings, method: str, left_out: dict[str, str]) -> dict[str, Any]:

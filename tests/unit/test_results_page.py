@@ -183,9 +183,10 @@ def test_what_is_measured_exists(page_of, monkeypatch):
         assert len(prompts.read_text(encoding="utf-8").splitlines()) == size.prompts >= max(size.batches)
         assert workload in page_of.WORKLOADS
         assert all(size.prompts_at(batch) >= batch for batch in size.batches)
-    assert {
-        name.removesuffix(measured.SAMPLED).removesuffix(measured.UP_TO_LOOPS) for name in measured.WORKLOADS
-    } == set(WORKLOADS)
+    plain_names = set(measured.WORKLOADS)
+    for suffix in (measured.BFLOAT16, measured.SAMPLED, measured.UP_TO_LOOPS):
+        plain_names = {name.removesuffix(suffix) for name in plain_names}
+    assert plain_names == set(WORKLOADS)
     subprocess.run([*measured.WATERFALL_SCRIPT, "--help"], check=True, stdout=subprocess.DEVNULL)
     # A third of each kind, also of those at batch 1.
     assert measured.WORKLOADS["mixed"].prompts % 3 == measured.WORKLOADS["mixed"].prompts_at(1) % 3 == 0
@@ -236,11 +237,11 @@ def test_one_session_measures_everything_the_page_shows(page_of, tmp_path, monke
     monkeypatch.setattr(measured, "BUDGET_HEAD", "models/eesd-code-10m/eesd")  # any directory: no engine reads it
     budget_size = measured.Size(2, (1, 2), 3, head_alone=True)
     monkeypatch.setattr(measured, "OF_SAME_BUDGET", {"same_budget_up_to_loops": budget_size})
-    monkeypatch.setattr(measured, "IN_BFLOAT16", {"held_out_code_sampled_bfloat16": measured.Size(2, (2,), 3)})
     sizes = {
         measured.HELD_OUT: measured.Size(4, (1, 2, 4), 3, head_alone=True),
         "random_tokens": measured.Size(2, (1, 2), 3, alone=1, max_tokens=5, temperature=2.0),
         measured.HELD_OUT + measured.UP_TO_LOOPS: measured.Size(2, (2,), 3, up_to_loops=True),
+        "held_out_code_sampled_bfloat16": measured.Size(2, (2,), 3, dtype="bfloat16"),
     }
     monkeypatch.setitem(measured.WORKLOADS, measured.HELD_OUT, sizes[measured.HELD_OUT])
     assert measured.measure_all(sizes, True, False, Console(file=io.StringIO())) == 0
