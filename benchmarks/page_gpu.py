@@ -54,11 +54,12 @@ def steps_of_8b(costs: dict[str, Any]) -> Rows:
     Args:
         costs: `CostModel.state`.
     """
-    roofline = Roofline(Shape.of(32, 4096, 128256), exit_layer=1, head_layers=2, gpu=GPU, context=CONTEXT)
+    head = {"exit_layer": 1, "head_layers": 2, "fill_states": 5}
+    roofline = Roofline(Shape.of(32, 4096, 128256), gpu=GPU, context=CONTEXT, **head)
     rows = []
     for size, points in costs["verify_ms"].items():
         for drafts, ms in points if int(size) in BATCHES else ():
-            kind, drafts = "verification" if drafts else "plain", round(drafts)
+            kind, drafts = "verification" if drafts else "no drafts", round(drafts)
             rows.append({"kind": kind, "requests": int(size), "drafts": drafts, "ms": ms})
             rows[-1]["roofline"] = roofline.verify_ms(int(size), drafts)
     for size, ms in costs["draft_step_ms"]:

@@ -213,6 +213,7 @@ def gpu_text(folder: Path = RESULTS) -> str:
         gpu=page_gpu.GPU,
         steps=page_gpu.steps_of_8b(costs),
         round_ms=costs["draft_round_ms"][0][1],
+        replays=load(folder / "gpu_replay.json"),
         kernels=page_gpu.by_kernel(kernels),
         copy_gb_per_s=kernels[0]["copy_gb_per_s"],
         heads=load(folder / "which_head.json"),

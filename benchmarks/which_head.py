@@ -33,6 +33,8 @@ SHAPES = {
 BATCHES, CONTEXT = (1, 8, 64), 1024
 #: EAGLE-3's own size; a head of ours can have the same.
 DRAFT_VOCAB = 32000
+#: What the KV of a head of ours is filled from, with the auxiliary layers of `eesd distill`'s default.
+FILL_STATES = 5
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,7 @@ def main() -> None:
                 row: dict[str, Any] = {"target": name, "gpu": gpu, "tp": tp, "batch": batch}
                 for label, layer in (("same_depth", exit_layer), ("shallow", recorded.exit)):
                     head = Head(trace, layer, recorded.head)
-                    times = Roofline(shape, layer, recorded.head, **machine)
+                    times = Roofline(shape, layer, recorded.head, fill_states=FILL_STATES, **machine)
                     args = argparse.Namespace(policy="goodput", seed=0)
                     row[label] = {"exit_layer": layer, "speedup": plan_batch(head, times, batch, args)["head_speedup"]}
                 row |= {drafter: best_published(known, shape, machine, batch) for drafter, known in PUBLISHED.items()}
@@ -95,7 +97,7 @@ def best_published(known: Published, shape: Shape, machine: dict[str, Any], batc
     """Return {"speedup", "length"} of the best draft length up to `LENGTH`, if every draft is as likely to be right."""
     rate = acceptance_of(known.tokens, LENGTH)
     times = Roofline(shape, 0, known.layers, **machine)
-    plain, best = times.verify_ms(batch, 0), {"speedup": 1.0, "length": 0}
+    plain, best = times.plain_ms(batch), {"speedup": 1.0, "length": 0}
     for length in range(1, LENGTH + 1):
         draft = times.draft_step_ms(batch, length) if known.one_pass else length * times.draft_step_ms(batch)
         tokens = sum(rate**place for place in range(length + 1))

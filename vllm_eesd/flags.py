@@ -57,6 +57,11 @@ def positive(text: str) -> int:
     return _whole(text, 1)
 
 
+def natural(text: str) -> int:
+    """Return a whole number of at least 0."""
+    return _whole(text, 0)
+
+
 def _whole(text: str, least: int) -> int:
     number = int(text) if text.strip().isascii() and text.strip().isdigit() else least - 1
     if number < least:

@@ -66,6 +66,26 @@ def test_a_head_of_several_layers_costs_as_many():
     assert added * 4e9 == pytest.approx(2 * LLAMA_70B.layer_weights + 8 * 1024 * LLAMA_70B.kv_bytes)
 
 
+def test_filling_the_heads_kv_costs_every_step_but_a_plain_one(tmp_path):
+    """An 8B target, a head of two layers, five states: 5 * 4096 in, keys and values of 8 heads of 128 each out."""
+    shape = Shape.of(32, 4096, 128256)
+    bare, filled = (Roofline(shape, 1, 2, GPUS["h200"], context=1, fill_states=states) for states in (0, 5))
+    weights = 5 * 4096 * 2 * (2 * 8 * 128)
+    assert filled.verify_ms(1, 0) - filled.plain_ms(1) == pytest.approx(2 * weights / 4.8e12 * 1e3)
+    assert filled.plain_ms(8) == bare.plain_ms(8) == bare.verify_ms(8, 0)
+    assert filled.draft_step_ms(8) == bare.draft_step_ms(8)
+    assert (filled.memory_gb(8) - bare.memory_gb(8)) * 1e9 == pytest.approx(2 * weights)
+    # A head that is never right: every speedup is what is left after the fill.
+    args = ["--layers", "32", "--hidden", "4096", "--vocab", "128256", "--exit-layer", "1", "--head-layers", "2"]
+    args += ["--gpu", "h200", "--batch", "1", "--policy", "fixed", "--trace", trace(tmp_path, acceptances=(0.01,))]
+    rows = {}
+    for aux in ("0", "20"):
+        assert cli.main(["plan", *args, "--aux-layers", aux, "--json", str(tmp_path / "plan.json")]) == 0
+        rows[aux] = json.loads((tmp_path / "plan.json").read_text())["rows"][0]
+    assert rows["0"]["plain_ms"] == rows["20"]["plain_ms"] and rows["20"]["best_fixed"] == 0
+    assert 0.9 < rows["20"]["best_fixed_speedup"] < rows["0"]["best_fixed_speedup"] < 1
+
+
 def test_the_world_has_the_machines_times():
     machine = Roofline(LLAMA_70B, 5, 1, GPUS["h200"], round_overhead_ms=0.3)
     world = World(costs_of(machine, 16, 8))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from vllm_eesd.flags import policy, positive, positive_list, positive_real, thousands, words
+from vllm_eesd.flags import natural, policy, positive, positive_list, positive_real, thousands, words
 
 
 def simulate(parser: argparse.ArgumentParser) -> None:
@@ -33,6 +33,9 @@ def plan(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--head-layers", type=positive, metavar="M", help="the exit head's (default: the trace's, or 1)"
+    )
+    parser.add_argument(
+        "--aux-layers", type=natural, default=3, metavar="A", help="from which its KV is filled too (default 3)"
     )
     parser.add_argument("--draft-vocab", type=thousands, metavar="V", help="rows of the LM head a draft multiplies")
     parser.add_argument("--headless", action="store_true", help="without an exit layer after them")

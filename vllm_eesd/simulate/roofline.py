@@ -5,6 +5,7 @@ A step over t tokens of n requests with context c, through some layers and perha
     linear layers   bytes: weights / tp                          FLOPs: 2 * weights * t / tp
     attention       bytes: n * c * 2 * kv_heads * head_dim / tp  FLOPs: 4 * heads * head_dim * c * t / tp
     LM head         bytes: hidden * vocab / tp                   FLOPs: 2 * hidden * vocab * t / tp
+    KV fill         bytes: weights / tp                          FLOPs: 2 * weights * t / tp     (not of a plain step)
     links           two all-reduces of t * hidden a layer, each sending 2 (tp - 1) / tp of it; one gather of the logits
 
 Each line takes as long as the longer of its two, lines come one after another. Nothing is known here of kernel
@@ -150,6 +151,8 @@ class Roofline:
         round_overhead_ms: the same of a round that drafts, in addition to its draft steps.
         verify_overhead_ms: of a step that verifies drafts, in addition to running them through the target.
         draft_vocab: rows of the LM head that a draft step multiplies; None: the whole vocabulary.
+        fill_states: hidden states of every token from which the KV fill makes the head's keys and values: 2 and the
+            auxiliary layers' of a `deep_context` head; 0: no fill.
     """
 
     shape: Shape
@@ -165,11 +168,17 @@ class Roofline:
     round_overhead_ms: float = 0.0
     verify_overhead_ms: float = 0.0
     draft_vocab: int | None = None
+    fill_states: int = 0
+
+    def plain_ms(self, num_reqs: int) -> float:
+        """Return the time of a step of plain decoding: one token of each request, no exit head whose KV is filled."""
+        return self._forward_ms(self.shape, self.shape.layers, num_reqs, num_reqs) + self.step_overhead_ms
 
     def verify_ms(self, num_reqs: int, num_drafts: int) -> float:
         """Return the time of a target step over one token of each request and `num_drafts` drafts in all."""
         own = self.step_overhead_ms + (self.verify_overhead_ms if num_drafts else 0.0)
-        return self._forward_ms(self.shape, self.shape.layers, num_reqs, num_reqs + num_drafts) + own
+        tokens = num_reqs + num_drafts
+        return self._forward_ms(self.shape, self.shape.layers, num_reqs, tokens) + self._fill_ms(tokens) + own
 
     def draft_step_ms(self, num_reqs: int, tokens_each: int = 1) -> float:
         """Return the time of a draft step; a parallel drafter's one step runs `tokens_each` tokens of each request."""
@@ -185,9 +194,21 @@ class Roofline:
         seconds += sent / (self.gpu.link_gb_s / 2 * 1e9)  # what is printed counts both directions
         return 1e3 * seconds / self.reached
 
+    @property
+    def fill_weights(self) -> int:
+        """Weights of the projections that fill the head's KV."""
+        keys_and_values = self.head_layers * 2 * self.shape.kv_heads * self.shape.head_dim
+        return self.fill_states * self.shape.hidden * keys_and_values
+
+    def _fill_ms(self, tokens: int) -> float:
+        num_bytes, flops = self.fill_weights * WEIGHT_BYTES[self.dtype], 2.0 * self.fill_weights * tokens
+        seconds = max(num_bytes / (self.gpu.bandwidth_tb_s * 1e12), flops / (self.gpu.tflops[self.dtype] * 1e12))
+        return 1e3 * seconds / self.tp / self.reached
+
     def memory_gb(self, num_reqs: int) -> float:
         """Return what one device holds: weights and the KV of so many requests, the exit head's included."""
-        drafting = self.head_layers * self.shape.layer_weights + (self.draft_vocab or 0) * self.shape.hidden
+        drafting = self.head_layers * self.shape.layer_weights + self.fill_weights
+        drafting += (self.draft_vocab or 0) * self.shape.hidden
         weights = (self.shape.weights + drafting) * WEIGHT_BYTES[self.dtype]
         kv = num_reqs * self.context * (self.shape.layers + self.head_layers) * self.shape.kv_bytes
         return (weights + kv) / self.tp / 1e9
