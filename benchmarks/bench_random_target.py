@@ -25,11 +25,12 @@ from vllm_eesd.bench.measure import Work
 from vllm_eesd.bench.prompts import read_prompts
 
 MODEL = "build/random_135m"
-_SIZE = Size(4, (1, 4), 2, alone=2, max_tokens=32)
+#: Rounds at batch 4; at batch 1, where there is less of it, twice as many.
+_SIZE = Size(16, (1, 4), 2, alone=2, max_tokens=32)
 WORKLOADS = {
-    "long_context": replace(_SIZE, alone=1),
+    "long_context": replace(_SIZE, prompts=8, alone=1),
     "multi_turn": _SIZE,
-    "mixed": replace(_SIZE, prompts=6, alone=3),  # a third of each kind
+    "mixed": replace(_SIZE, prompts=12, alone=3),  # a third of each kind
     "edits": _SIZE,
     HELD_OUT: _SIZE,
     "repetitive_code": _SIZE,
@@ -56,7 +57,7 @@ def main() -> int:
             size = WORKLOADS[name]
             source = prompt_file(name, size.prompts_at(batch))
             _, prompts, length = encode_prompts(MODEL, read_prompts(source), size.max_tokens, progress)
-            work[name, batch] = Work(prompts, source.relative_to(ROOT), size.max_tokens, size.rounds)
+            work[name, batch] = Work(prompts, source.relative_to(ROOT), size.max_tokens, size.rounds * (2 if batch == 1 else 1))
             longest = max(longest, length)
         with running_engines(["plain", "eesd"], settings, longest, progress) as engines:
             for name, temperature, batch in asked:

@@ -109,6 +109,7 @@ def results(folder: Path = RESULTS, page: Path = DOCS / "results.md") -> None:
         latency=latency,
         workloads=WORKLOADS,
         methods=load(folder / "methods.json", {}),
+        random_target=load(folder / "random_target.json"),
         throughput=load_all(folder, "throughput"),
         waterfall=waterfall,
         kernels={path.stem: load_csv(path) for path in sorted(folder.glob("kernels_*.csv"))},
