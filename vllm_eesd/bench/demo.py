@@ -18,7 +18,7 @@ from rich.console import CONSOLE_SVG_FORMAT, Console
 from rich.table import Table
 from rich.text import Text
 
-from vllm_eesd.bench.engines import EngineSettings, encode_prompts, running_engines
+from vllm_eesd.bench.engines import EngineSettings, encode_prompts, running_engines, workers_on_either_core
 from vllm_eesd.bench.latency import (
     check_sizes,
     identical_cell,
@@ -65,7 +65,8 @@ def run(args: argparse.Namespace) -> int:
         with reporting(console) as progress:
             tokenizer, prompts, max_model_len = encode_prompts(settings.model, snippets, args.max_tokens, progress)
             starting = running_engines(["plain", "eesd"], settings, max_model_len, progress)
-            engines = stack.enter_context(starting)
+            with workers_on_either_core():
+                engines = stack.enter_context(starting)
         sampling = {name: engine.at(TEMPERATURE) for name, engine in engines.items()}
         stream_one(console, sampling["eesd"], tokenizer.decode, snippets[0], prompts[0], args.max_tokens)
         with reporting(console) as progress:

