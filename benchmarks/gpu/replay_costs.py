@@ -3,9 +3,10 @@
     PYTHONPATH=benchmarks/gpu python benchmarks/gpu/replay_costs.py     # writes benchmarks/results/gpu_replay.json
 
 Needs no GPU. `end_to_end.py` has every token of a draft accepted by chance, at the rates it imposes; so does this, and
-`goodput` decides through the round loop of the engine, at the costs that the engine's own clock on the device had in
-the end. As there all requests of a batch begin together, and nothing takes the place of one that ends. What of plain's
-time is not steps (prompts and the host) is added to both.
+`goodput` decides through the round loop of the engine, token by token (Model Runner V2 decides a round before its first
+draft step), at the costs that the engine's own clock on the device had in the end. As there all requests of a batch
+begin together, and nothing takes the place of one that ends. What of plain's time is not steps (prompts and the host)
+is added to both.
 """
 
 from __future__ import annotations
