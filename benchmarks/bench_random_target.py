@@ -51,9 +51,10 @@ def main() -> int:
     rows: list[dict[str, Any]] = json.loads(args.json.read_text(encoding="utf-8")) if args.json.exists() else []
     known = {(row["workload"], row["temperature"], row["batch"]) for row in rows}
     asked = [(name, t, batch) for name in args.workloads for t in args.temperatures for batch in args.batches]
+    missing = [one for one in asked if one not in known]
     settings, work, longest = EngineSettings(MODEL), {}, 0
     with reporting(console) as progress:
-        for name, batch in dict.fromkeys((name, batch) for name, t, batch in asked if (name, t, batch) not in known):
+        for name, batch in dict.fromkeys((name, batch) for name, _, batch in missing):
             size = WORKLOADS[name]
             source = prompt_file(name, size.prompts_at(batch))
             _, prompts, length = encode_prompts(MODEL, read_prompts(source), size.max_tokens, progress)
@@ -62,9 +63,7 @@ def main() -> int:
             )
             longest = max(longest, length)
         with running_engines(["plain", "eesd"], settings, longest, progress) as engines:
-            for name, temperature, batch in asked:
-                if (name, temperature, batch) in known:
-                    continue
+            for name, temperature, batch in missing:
                 at = {method: engine.at(temperature) for method, engine in engines.items()}
                 at_temperature = replace(settings, temperature=temperature)
                 measured = latency_rows(at, at_temperature, work[name, batch], batch, progress)

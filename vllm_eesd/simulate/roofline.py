@@ -187,9 +187,8 @@ class Roofline:
         return self._forward_ms(drafting, layers, num_reqs, num_reqs * tokens_each) + self.draft_overhead_ms
 
     def _forward_ms(self, shape: Shape, layers: int, num_reqs: int, tokens: int) -> float:
-        bandwidth, peak = self.gpu.bandwidth_tb_s * 1e12, self.gpu.tflops[self.dtype] * 1e12
         work = shape.work(layers, num_reqs, tokens, self.context, self.dtype)
-        seconds = sum(max(num_bytes / bandwidth, flops / peak) for num_bytes, flops in work) / self.tp
+        seconds = sum(self._seconds(*line) for line in work) / self.tp
         sent = (self.tp - 1) / self.tp * tokens * (layers * 4 * shape.hidden + shape.vocab) * SENT_BYTES
         seconds += sent / (self.gpu.link_gb_s / 2 * 1e9)  # what is printed counts both directions
         return 1e3 * seconds / self.reached
@@ -201,9 +200,11 @@ class Roofline:
         return self.fill_states * self.shape.hidden * keys_and_values
 
     def _fill_ms(self, tokens: int) -> float:
-        num_bytes, flops = self.fill_weights * WEIGHT_BYTES[self.dtype], 2.0 * self.fill_weights * tokens
-        seconds = max(num_bytes / (self.gpu.bandwidth_tb_s * 1e12), flops / (self.gpu.tflops[self.dtype] * 1e12))
+        seconds = self._seconds(self.fill_weights * WEIGHT_BYTES[self.dtype], 2.0 * self.fill_weights * tokens)
         return 1e3 * seconds / self.tp / self.reached
+
+    def _seconds(self, num_bytes: float, flops: float) -> float:
+        return max(num_bytes / (self.gpu.bandwidth_tb_s * 1e12), flops / (self.gpu.tflops[self.dtype] * 1e12))
 
     def memory_gb(self, num_reqs: int) -> float:
         """Return what one device holds: weights and the KV of so many requests, the exit head's included."""
