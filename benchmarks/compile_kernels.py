@@ -21,6 +21,7 @@ from vllm_eesd.kernels.gpu import (
     choose_tokens,
     draft_inputs,
     exit_head,
+    keep_equal,
     kv_fill,
     ngram,
     rejection,
@@ -37,7 +38,7 @@ CUOBJDUMP = Path(triton.backends.__file__).parent / "nvidia" / "bin" / "cuobjdum
 POINTERS = {
     "fp32": "temperature maxima sums top1_prob blocks refused local_score k_scale v_scale "
     "draft_confidences confidences",
-    "i1": "taken",
+    "i1": "chosen taken",
     "i32": "cu_num_logits argmax arrived num_sampled local_token columns best texts num_tokens found "
     "input_ids seq_lens query_start_loc target_seq_lens target_query_start_loc num_rejected num_blocks",
     "i64": "d2t seeds positions token_ids idx_mapping draft_sampled sampled slot_mapping drafts draft_tokens "
@@ -105,6 +106,9 @@ def rejection_cases() -> list[Case]:
                 cases.append(Case(name, kernel, model, constexprs, 1))
         kernel = rejection_statistics.mass_kernel
         cases.append(Case(f"rejection mass {model}", kernel, model, statistics | padded, 8))
+    kernel = keep_equal._keep_equal_kernel
+    for whose, given in (("all", absent("chosen")), ("some", {})):
+        cases.append(Case(f"keep_equal of {whose}", kernel, "fp32", {"WIDTH_PADDED": 8} | given, 1))
     return cases
 
 

@@ -1,6 +1,9 @@
-"""What `make bench` measures: the README's table or, with --all, every one of docs/results.md.
+"""What `make bench` measures: the public model (`measure_public.py`) or, if asked to, the embedded one.
 
-    python benchmarks/measure_all.py [--all | --only held_out_code same_budget] [--quick]
+    python benchmarks/measure_all.py [--quick] [flags of measure_public.py]
+    python benchmarks/measure_all.py --embedded | --all | --only held_out_code same_budget [--quick]
+
+Of the embedded model: the README's table or, with --all, every one of docs/results.md.
 
 One session: all engines are started once and stay alive (about 3 GB each), as starting them is what takes longest. A
 row says how it was measured, and the page shows the `eesd bench` that measures the same. What needs something that is
@@ -21,6 +24,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import measure_public
 
 from vllm_eesd.bench.engines import METHODS, TRAINED_PEERS, EngineSettings, encode_prompts, running_engines
 from vllm_eesd.bench.latency import (
@@ -140,12 +145,16 @@ class Session:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     chosen = parser.add_mutually_exclusive_group()
-    chosen.add_argument("--all", action="store_true", help="every workload and the trained peers: an hour or two")
+    chosen.add_argument("--embedded", action="store_true", help="the embedded model's tables of the README")
+    text = "every workload of the embedded model, and the trained peers: an hour or two"
+    chosen.add_argument("--all", action="store_true", help=text)
     known = [*WORKLOADS, SAME_BUDGET]
-    chosen.add_argument("--only", nargs="+", choices=known, default=SHOWN_FIRST, metavar="WORKLOAD", help="these alone")
-    parser.add_argument("--quick", action="store_true", help="little, into build/bench instead of benchmarks/results")
+    chosen.add_argument("--only", nargs="+", choices=known, metavar="WORKLOAD", help="these of the embedded model")
+    measure_public.add_flags(parser)
     args = parser.parse_args()
-    named = known if args.all else args.only
+    if not (args.embedded or args.all or args.only):
+        return measure_public.run_or_refuse(parser, args)
+    named = known if args.all else args.only or SHOWN_FIRST
     workloads = {name: size for name, size in WORKLOADS.items() if name in named}
     if args.quick:
         workloads = quick_sizes(workloads)

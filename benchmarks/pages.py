@@ -1,12 +1,13 @@
 """Write the generated docs from benchmarks/results: every figure is from a file there, the text is in benchmarks/pages.
 
-    python benchmarks/pages.py results readme      # docs/results.md, its plots and the README's table (make bench)
+    python benchmarks/pages.py results readme      # docs/results.md, its plots and the README's tables (make bench)
     python benchmarks/pages.py reliability         # docs/reliability.md and docs/compatibility.md (make reliability)
     python benchmarks/pages.py policies            # docs/policies.md: replays every policy, which takes two minutes
     python benchmarks/pages.py constants           # docs/policies.md: what each constant earns
     python benchmarks/pages.py gpu                 # docs/gpu.md and its plot (benchmarks/gpu/run_all.sh, which_head.py)
 
-Results are written by benchmarks/measure_all.py (latency-*, throughput-*, methods.json), benchmarks/waterfall.py,
+Results are written by benchmarks/measure_public.py (smollm2-*), benchmarks/serve_rates.py, benchmarks/measure_all.py
+(latency-*, throughput-*, methods.json), benchmarks/waterfall.py,
 benchmarks/harness.py (*.csv), benchmarks/bench_live_policies.py, benchmarks/ablate_policy.py and the tests (fuzz,
 soak, features); published.json holds others' figures, each with its source. What is not there is left out.
 """
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import page_gpu
+import page_public
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from page_filters import FILTERS, Rows
 
@@ -87,7 +89,7 @@ def render(template: str, **context: Any) -> str:
     loader = FileSystemLoader(Path(__file__).with_suffix(""))
     settings = {"undefined": StrictUndefined, "trim_blocks": True, "lstrip_blocks": True, "keep_trailing_newline": True}
     environment = Environment(loader=loader, autoescape=False, **settings)
-    environment.filters |= FILTERS
+    environment.filters |= FILTERS | page_public.FILTERS
     return environment.get_template(template).render(context)
 
 
@@ -106,6 +108,8 @@ def results(folder: Path = RESULTS, page: Path = DOCS / "results.md") -> None:
         plots.plot_waterfall(page.with_name("results-waterfall.png"), waterfall)
     text = render(
         "results.md.j2",
+        public=page_public.load_public(folder),
+        public_workloads=page_public.WORKLOADS,
         latency=latency,
         workloads=WORKLOADS,
         methods=load(folder / "methods.json", {}),
@@ -120,7 +124,7 @@ def results(folder: Path = RESULTS, page: Path = DOCS / "results.md") -> None:
 
 
 def readme_figures(folder: Path = RESULTS, plot_file: Path | None = None) -> str:
-    """Return the README's table and the lines around it; draw its plot, if a file is given."""
+    """Return the README's tables and the lines around them; draw the embedded model's plot, if a file is given."""
     sampled, greedy = (load(folder / f"latency-held_out_code_{name}.json") for name in ("sampled", "up_to_loops"))
     if plot_file:
         import plots
@@ -130,14 +134,16 @@ def readme_figures(folder: Path = RESULTS, plot_file: Path | None = None) -> str
     shares = next(row["acceptance_per_position"] for row in rows if row["method"] == "eesd")
     whole = next(row for row in load(folder / "latency-held_out_code.json") if row["method"] == "plain")
     head = ExitHeadConfig.load(ROOT / "models" / "eesd-code-10m" / "eesd")
-    return render("readme.md.j2", rows=rows, shares=shares, looping_share=whole["looping_share"], head=head)
+    embedded = {"rows": rows, "shares": shares, "looping_share": whole["looping_share"], "head": head}
+    public = {"public": page_public.load_public(folder), "public_workloads": page_public.WORKLOADS}
+    return render("readme.md.j2", **public, **embedded)
 
 
 def reliability_text(folder: Path = RESULTS) -> str:
     """Return docs/reliability.md."""
     fuzz = load(folder / "fuzz.json")
     if fuzz is not None:
-        counts, kinds = fuzz["counts"], ("inputs", "refused", "faults planted", "faults survived")
+        counts, kinds = fuzz["counts"], ("inputs", "refused", "pairs", "faults planted", "faults survived")
         fuzz = {
             kind.split()[-1]: {k.removeprefix(f"{kind}: "): n for k, n in counts.items() if k.startswith(f"{kind}: ")}
             for kind in kinds

@@ -13,8 +13,8 @@ from importlib import import_module
 # Function -> file, on either shelf.
 FILE_OF = {
     "advance_draft_inputs": "draft_inputs", "choose_tokens": "exit_head", "exit_head": "exit_head",
-    "find_ngrams": "ngram", "kv_fill": "kv_fill", "prepare_draft_inputs": "draft_inputs", "put_ngrams": "ngram",
-    "rejection": "rejection",
+    "find_ngrams": "ngram", "keep_equal": "keep_equal", "kv_fill": "kv_fill", "prepare_draft_inputs": "draft_inputs",
+    "put_ngrams": "ngram", "rejection": "rejection",
 }  # fmt: skip
 
 

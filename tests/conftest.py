@@ -65,6 +65,9 @@ def pytest_ignore_collect(collection_path):
 
 def pytest_addoption(parser):
     parser.addoption("--fuzz-examples", type=int, default=0, help="inputs per fuzz target; 0: few, the same every time")
+    parser.addoption("--fuzz-minutes", type=float, default=0, help="how long pairs of options are tried; 0: a few")
+    parser.addoption("--fuzz-seed", type=int, default=None, help="of these draws; printed where it is not given")
+    parser.addoption("--fuzz-first", type=int, default=0, help="number of the first draw: to repeat one, or to go on")
     parser.addoption("--report", default=None, help="write counts and the features' outcomes to this JSON file")
 
 

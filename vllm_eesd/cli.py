@@ -31,7 +31,7 @@ class Command(NamedTuple):
 
 
 COMMANDS = [
-    Command("demo", "bench.demo", "demo", "complete held-out code with plain vLLM and with EESD, side by side"),
+    Command("demo", "bench.demo", "demo", "answer questions with plain vLLM and with EESD, side by side"),
     Command("bench latency", "bench.latency", "latency", "tokens per second of several methods, in one run"),
     Command("bench throughput", "bench.throughput", "throughput", "requests that arrive at random, at several rates"),
     Command("bench sweep", "bench.sweep", "sweep", "exit layer x longest draft x policy, each against plain"),
@@ -46,6 +46,7 @@ COMMANDS = [
     Command("simulate", "simulate.run", "simulate", "replay recorded acceptance under every draft-length policy"),
     Command("plan", "simulate.plan", "plan", "what recorded acceptance would be worth on another machine and model"),
     Command("top", "bench.top", "top", "a server's acceptance, draft lengths, goodput and speedup, live"),
+    Command("model", "public_model", "model", "print the directory of a model by its name, for vllm serve"),
     Command("embedded", "embedded", "embedded", "print the directory of the embedded model, for vllm serve"),
     Command("doctor", "doctor", "doctor", "tell whether EESD can run here, and what to do if not"),
 ]

@@ -56,6 +56,12 @@ class EESDConfig(BaseModel):
         description="auto draws drafts at the request's temperature, verified against the distribution they come from, "
         "and drafts the most probable token for greedy requests; greedy does so for all, verified as one-hot",
     )
+    unseeded_verification: Literal["ratio", "shared_noise"] = Field(
+        "ratio",
+        description="how drafts of requests that sample without a seed are verified: ratio weighs the target's "
+        "probability of a draft against the draft model's; shared_noise draws both models' tokens with the same noise, "
+        "as it does for every request with a seed, whose text is plain vLLM's",
+    )
     seed: int = Field(0, ge=0, description="of the policy's own random generator (independent of sampling)")
 
     @property

@@ -18,6 +18,7 @@ from types import SimpleNamespace
 
 from vllm_eesd.files import write_whole
 from vllm_eesd.host.plugin import SUPPORTED_VLLM
+from vllm_eesd.provenance import kept_out_by
 
 OK, NOTE, WARNING, FAILED = "ok", "note", "warning", "failed"
 STYLES = {OK: "green", NOTE: "dim", WARNING: "yellow", FAILED: "bold red"}
@@ -161,9 +162,8 @@ def check_plugin() -> Check:
     if not entries:
         advice = "install vllm-eesd into this environment: running from a source tree is not enough"
         return Check("plugin", FAILED, f"no entry point {PLUGIN_NAME!r} in group {PLUGIN_GROUP!r}", advice)
-    allowed = os.environ.get("VLLM_PLUGINS")
-    if allowed is not None and PLUGIN_NAME not in allowed.split(","):
-        return Check("plugin", FAILED, f"kept out by VLLM_PLUGINS={allowed}", "add eesd to VLLM_PLUGINS, or unset it")
+    if setting := kept_out_by():
+        return Check("plugin", FAILED, f"kept out by {setting}", "add eesd to VLLM_PLUGINS, or unset it")
     entry = next(iter(entries))
     try:
         entry.load()

@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all."""
+"""Files and directories that are written whole or not at all."""
 
 from __future__ import annotations
 
@@ -49,3 +49,27 @@ def write_whole(path: str | os.PathLike, content: str | bytes, mode: int = 0o644
         return
     with replacing(path, mode) as file:
         file.write_bytes(data)
+
+
+@contextlib.contextmanager
+def replacing_directory(path: str | os.PathLike) -> Iterator[Path]:
+    """Yield an empty directory to write files into, which then takes the place of `path`, if that is there.
+
+    After an error in the block, or a crash, the old directory is there or none, never a part of the new one.
+
+    Raises:
+        OSError: the directory cannot be written, or the disk is full.
+    """
+    path = Path(os.path.realpath(path))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.", ignore_cleanup_errors=True) as made:
+        new, old = Path(made) / "new", Path(made) / "old"
+        new.mkdir()
+        yield new
+        for written in new.iterdir():
+            written.chmod(0o644)
+            with open(written, "rb") as file:
+                os.fsync(file.fileno())
+        if path.exists():
+            os.rename(path, old)
+        os.rename(new, path)

@@ -26,6 +26,12 @@ def drafting(parser: argparse.ArgumentParser) -> None:
     policy(parser)
 
 
+def chat_template(parser: argparse.ArgumentParser) -> None:
+    """What conversations are rendered by."""
+    text = "file of the template of conversations; default: the tokenizer's own"
+    parser.add_argument("--chat-template", metavar="FILE", help=text)
+
+
 def policy(parser: argparse.ArgumentParser) -> None:
     """Which policy: a field of `EESDConfig`."""
     names, text = ", ".join(POLICY_NAMES), "how the draft length is chosen"
@@ -36,6 +42,12 @@ def doctor(parser: argparse.ArgumentParser) -> None:
     """Flags of `vllm_eesd.doctor`."""
     parser.add_argument("--model", metavar="M", help="also look at this target's directory and its exit head")
     parser.add_argument("--json", metavar="OUT", help="write what was found")
+
+
+def model(parser: argparse.ArgumentParser) -> None:
+    """Flags of `vllm_eesd.public_model`."""
+    text = "smollm2: SmolLM2-135M-Instruct, converted on first use; embedded: the code model that tests use"
+    parser.add_argument("name", metavar="NAME", help=text)
 
 
 def embedded(parser: argparse.ArgumentParser) -> None:
@@ -108,3 +120,8 @@ def positive_reals(text: str) -> list[float]:
 def positive_list(text: str) -> list[int]:
     """Return the whole numbers from 1 of a comma-separated list."""
     return [positive(word) for word in words(text)]
+
+
+def draft_vocab(text: str) -> int | str:
+    """Return a number of tokens, see `thousands`, or auto or all."""
+    return text if text in ("auto", "all") else thousands(text)

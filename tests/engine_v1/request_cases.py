@@ -23,11 +23,14 @@ class Case(NamedTuple):
         params: of SamplingParams; "structured" stands for StructuredOutputsParams.
         alters: whether the answers must differ from those without `params`, or the option was not seen at all.
         drafts: whether the target judges any; None where a grammar may have cut them all.
+        in_company: False where the answers to other requests of the batch are not plain vLLM's usual ones: beside a
+            request that names tokens it gives their logprobs to none of those that ask for the likeliest.
     """
 
     params: dict
     alters: bool = True
     drafts: bool | None = True
+    in_company: bool = True
 
 
 CASES = {
@@ -43,10 +46,32 @@ CASES = {
     "stop, kept in the text": Case({"stop": ["object", "capacity"], "include_stop_str_in_output": True}),
     "stop_token_ids": Case({"stop_token_ids": list(range(0, 4096, 3))}),
     "min_tokens": Case({"min_tokens": 9, "stop_token_ids": list(range(0, 4096, 3))}),
+    "logit_bias": Case({"logit_bias": {token: 8.0 for token in range(0, 4096, 7)}}),
+    "min_p, which leaves one token": Case({"temperature": 1.3, "min_p": 1.0}, alters=False),
+    "min_p, logit_bias and logprobs": Case(
+        {"temperature": 1.3, "min_p": 1.0, "logit_bias": {5: 3.0, 300: 6.0}, "logprobs": 2}
+    ),
     "ignore_eos": Case({"ignore_eos": True}, alters=False),
     "max_tokens=1": Case({"max_tokens": 1}, drafts=False),
     "n": Case({"n": 3, "temperature": 1.0, "top_k": 1}),
     "logprobs": Case({"logprobs": 5}),
+    "logprobs of named tokens": Case({"logprobs": 2, "logprob_token_ids": [5, 6]}, in_company=False),
+    "logprobs of named tokens, and penalties": Case(
+        {"logprob_token_ids": [5, 6, 700], "presence_penalty": 0.7, "bad_words": ["self", " self"]}, in_company=False
+    ),
+    "logprobs of named tokens, sampled": Case(
+        {"temperature": 1.3, "top_k": 1, "logprob_token_ids": [9]}, in_company=False
+    ),
+    "logprobs, of the token alone": Case({"logprobs": 0}),
+    "logprobs, of many tokens": Case({"logprobs": 60, "max_tokens": 6}),
+    "flat_logprobs": Case({"logprobs": 3, "flat_logprobs": True}),
+    "repetition_detection": Case({"repetition_detection": {"max_pattern_size": 4, "min_count": 2}, "max_tokens": 60}),
+    "skip_reading_prefix_cache": Case({"skip_reading_prefix_cache": True}, alters=False),
+    "special tokens in the text": Case(
+        {"skip_special_tokens": False, "spaces_between_special_tokens": False}, alters=False
+    ),
+    "detokenize": Case({"detokenize": False}),
+    "stream_interval": Case({"stream_interval": 3}, alters=False),
     "prompt_logprobs": Case({"prompt_logprobs": 3}),
     "logprobs and penalties": Case({"logprobs": 2, "frequency_penalty": 0.8, "bad_words": ["self", " self"]}),
     "structured output, JSON schema": Case({"structured": {"json": JSON_SCHEMA}}),
@@ -65,11 +90,13 @@ CASES = {
 
 def sampling_params(params):
     from vllm import SamplingParams
-    from vllm.sampling_params import StructuredOutputsParams
+    from vllm.sampling_params import RepetitionDetectionParams, StructuredOutputsParams
 
     params = {"temperature": 0, "max_tokens": MAX_TOKENS} | params
     if "structured" in params:
         params["structured_outputs"] = StructuredOutputsParams(**params.pop("structured"))
+    if "repetition_detection" in params:
+        params["repetition_detection"] = RepetitionDetectionParams(**params.pop("repetition_detection"))
     return SamplingParams(**params)
 
 

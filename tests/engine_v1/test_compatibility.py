@@ -13,7 +13,17 @@ from request_cases import CASES, answers_of, assert_same, assert_same_position, 
 
 PROMPTS = Path(__file__).resolve().parents[2] / "models" / "prompts" / "held_out_code.jsonl"
 SPEC = {"method": "eesd", "num_speculative_tokens": 4, "policy": "fixed"}
-OPTIONS = {"max_model_len": 384, "skip_tokenizer_init": False, "max_num_seqs": 64, "block_size": 32}
+OPTIONS = {"max_model_len": 384, "skip_tokenizer_init": False, "max_num_seqs": 64, "block_size": 32, "max_logprobs": 60}
+#: Fields of SamplingParams that no case sets, and why.
+ELSEWHERE = {
+    "seed": "test_exact_distribution.py, by distribution",
+    "structured_outputs": "a case says `structured`",
+    "thinking_token_budget": "asks for a reasoning parser: test_clients.py",
+    "watermarking": "asks for an engine with a watermark",
+    "prompt_logprob_token_ids prompt_logprob_start trace_decode_token_ids": "Model Runner V2 only",
+    "routed_experts_prompt_start": "asks for an engine that returns experts",
+    "output_kind skip_clone output_text_buffer_length": "set by vLLM's entry points",
+}
 SAME = "the same answers"
 
 
@@ -74,7 +84,7 @@ def ask_everything(llm, texts):
             llm.collective_rpc("eesd_reset_stats")
         answers[name] = answers_of(llm.generate(texts, sampling_params(case.params), use_tqdm=False))
         drafted[name] = llm.collective_rpc("eesd_stats")[0]["drafted"] if speculative else 0
-    params = [sampling_params(case.params) for case in CASES.values()]
+    params = [sampling_params(case.params) for case in CASES.values() if case.in_company]
     answers["all together"] = answers_of(llm.generate(texts[:1] * len(params), params, use_tqdm=False))
     answers["beam search"] = beams(llm, texts)
     answers["multi-turn chat"] = chat(llm)
@@ -111,6 +121,16 @@ def test_a_request_is_answered_as_by_plain_vllm(plain, eesd, name):
     assert_same(answers[name], plain[name])
     assert (plain[name] != plain["temperature 0"]) == CASES[name].alters
     assert CASES[name].drafts in (None, drafted[name] > 0)
+
+
+def test_every_field_of_a_request_is_tried():
+    """On each way to sample with drafts: EESD's own, for a temperature alone, and vLLM's rejection sampler."""
+    from vllm import SamplingParams
+
+    fields = {field for field in SamplingParams.__struct_fields__ if not field.startswith("_")}
+    tried = {field for case in CASES.values() for field in case.params}
+    elsewhere = {field for names in ELSEWHERE for field in names.split()}
+    assert fields - tried - elsewhere == set() and elsewhere <= fields
 
 
 @pytest.mark.parametrize(
@@ -173,7 +193,7 @@ def test_aborted_requests_change_nothing_for_the_others(plain, eesd):
     assert eesd[0]["KV cache in use at the end"] == 0
 
 
-@pytest.mark.feature("seed", "the same distribution; the same answer twice where drafts have the same lengths")
+@pytest.mark.feature("seed, the same request twice", "the same answer")
 def test_a_seed_repeats_its_answer(eesd_llm, texts):
     def ask(seed):
         outputs = eesd_llm.generate(texts, sampling_params({"temperature": 1.0, "seed": seed}), use_tqdm=False)
@@ -189,8 +209,6 @@ def test_a_seed_repeats_its_answer(eesd_llm, texts):
     [
         pytest.param(name, params, marks=pytest.mark.feature(name, "refused"))
         for name, params in {
-            "min_p": {"min_p": 0.1, "temperature": 1.0},
-            "logit_bias": {"logit_bias": {5: 1.0}},
             "an eesd_ option that does not exist": {"extra_args": {"eesd_policy": "fixed"}},
         }.items()
     ],
@@ -223,13 +241,6 @@ def test_sleep_mode_is_refused_on_a_cpu_as_plain_vllm_refuses_it(embedded_model)
     options = {"model": str(embedded_model), "enable_sleep_mode": True}
     assert "Sleep mode is not supported on current platform" in refusal(options)
     assert "Sleep mode is not supported on current platform" in refusal(options | {"speculative_config": "eesd"})
-
-
-@pytest.mark.feature("custom logits processors", "refused")
-def test_custom_logits_processors_are_refused(embedded_model):
-    options = {"model": str(embedded_model), "logits_processors": ["some.module:Processor"]}
-    message = refusal(options | {"speculative_config": "eesd"})
-    assert message.startswith("eesd: logits_processors=['some.module:Processor'] ")
 
 
 @pytest.mark.feature("best_of", "not in this vLLM")

@@ -1,6 +1,7 @@
 """Sampled output has exactly the target's distribution: plain vLLM, EESD, every policy; and planted bugs are caught."""
 
 import collections
+import dataclasses
 import itertools
 import pkgutil
 from typing import get_args
@@ -12,9 +13,10 @@ import torch
 
 from vllm_eesd.config import EESDConfig
 from vllm_eesd.host import circuit_breaker
-from vllm_eesd.host.v1 import verification
+from vllm_eesd.host.v1 import shared_noise, verification
 from vllm_eesd.host.v1.block_verification import choose
 from vllm_eesd.host.v1.draft_sampling import DraftSampling
+from vllm_eesd.host.v1.proposer import EarlyExitProposer
 from vllm_eesd.policy import CostModel
 
 #: Some tokens of the vocabulary twice and some not at all, so that penalties differ between tokens.
@@ -29,11 +31,19 @@ SAMPLINGS = {
     "repetition penalty": {"repetition_penalty": 1.8},
     "presence penalty": {"presence_penalty": 1.2},
     "frequency penalty": {"frequency_penalty": 0.9},
+    "min_p": {"min_p": 0.3},
+    "logit_bias": {"logit_bias": {2: 1.5, 6: -2.0}},
+    "logprobs": {"logprobs": 1},
     "own seeds": {"seed": 1000},
     "greedy": {"temperature": 0.0},
 }
-#: Batches of these EESD verifies itself; one request of another kind sends its whole batch to vLLM's sampler.
-OURS = ("T=1", "T=0.5", "T=1.5", "own seeds", "greedy")
+#: One request of this kind sends its whole batch to vLLM's rejection sampler.
+BY_VLLM = "logprobs"
+#: Batches of these EESD verifies itself.
+OURS = tuple(name for name in SAMPLINGS if name != BY_VLLM)
+#: Verified by shared noise, with or without a seed. Beside one of them, all are where drafts are not drawn.
+BY_NOISE = ("min_p", "logit_bias", "own seeds")
+BY_RATIO = tuple(name for name in OURS if name not in BY_NOISE)
 #: What a user may choose: a new policy, or a new way to sample drafts, joins this suite with its name.
 POLICIES = get_args(EESDConfig.model_fields["policy"].annotation)
 DRAFT_SAMPLE_METHODS = get_args(EESDConfig.model_fields["draft_sample_method"].annotation)
@@ -41,15 +51,26 @@ PLAIN = "plain"
 #: Drafts are drawn from some of the target's tokens only: what it says beyond them must come from the residual.
 PRUNED, DRAFT_TOKENS = "auto, draft vocabulary", (0, 2, 3, 4, 7)
 TWO_LAYERS = "auto, a deep-context head of two layers"
+#: Requests without a seed too are verified by equality with what the target draws by the drafts' noise.
+SHARED_NOISE = "auto, shared noise"
 #: Each goes its own way through vLLM's samplers or ours; a greedy request has one output only.
-ONE_KIND = ("T=0.5", "T=1.5, top_k and top_p", "repetition penalty", "frequency penalty", "own seeds")
+ONE_KIND = (
+    "T=0.5",
+    "T=1.5, top_k and top_p",
+    "repetition penalty",
+    "frequency penalty",
+    "min_p",
+    "logit_bias",
+    "logprobs",
+    "own seeds",
+)
 
 NUM_SAMPLES = 15_000
 #: A planted bug shows in far fewer.
 NUM_SAMPLES_PLANTED = 5_000
 #: The chance that a right suite fails, shared out among its comparisons (Bonferroni).
 FAMILY_ERROR = 1e-4
-NUM_COMPARISONS = 1 + len(DRAFT_SAMPLE_METHODS) * (1 + len(POLICIES) + 2 + 2 + len(ONE_KIND)) + 5
+NUM_COMPARISONS = 1 + len(DRAFT_SAMPLE_METHODS) * (1 + len(POLICIES) + 2 + 2 + len(ONE_KIND)) + 5 + 3
 SIGNIFICANCE = FAMILY_ERROR / NUM_COMPARISONS
 
 
@@ -106,6 +127,7 @@ def llm(request, engine, eight_token_target, cloned_head, head_of_two_layers):
             "num_speculative_tokens": 3,
             "policy": "beta_ts",
             "draft_sample_method": request.param.split(",")[0],
+            "unseeded_verification": "shared_noise" if request.param == SHARED_NOISE else "ratio",
         }
     options = {"max_num_seqs": 256, "max_model_len": 32, "num_gpu_blocks_override": 512, "block_size": 32}
     with pytest.MonkeyPatch.context() as patch:
@@ -134,15 +156,21 @@ def assert_exact(llm, distributions, names, policy=None):
 
 @pytest.fixture
 def verified(monkeypatch):
-    """Counts the steps with drafts by who verified them: "ours" and "vllm"."""
-    counts, only_temperature = collections.Counter(), verification.only_temperature
+    """Counts the steps with drafts by who verified them: "ours" and "vllm", and "noise" where noise was shared."""
+    counts, wants_only_tokens = collections.Counter(), verification.wants_only_tokens
 
     def counting(sampling):
-        ours = only_temperature(sampling)
+        ours = wants_only_tokens(sampling)
         counts["ours" if ours else "vllm"] += 1
         return ours
 
-    monkeypatch.setattr(verification, "only_temperature", counting)
+    def counting_rows(*args):
+        counts["noise"] += 1
+        return sample_rows(*args)
+
+    sample_rows = shared_noise.sample_rows
+    monkeypatch.setattr(verification, "wants_only_tokens", counting)
+    monkeypatch.setattr(shared_noise, "sample_rows", counting_rows)
     return counts
 
 
@@ -150,6 +178,36 @@ def verified(monkeypatch):
 @pytest.mark.parametrize("llm", [PLAIN, *DRAFT_SAMPLE_METHODS], indirect=True)
 def test_all_kinds_of_requests_in_every_batch(llm, distributions):
     assert_exact(llm, distributions, list(SAMPLINGS))
+
+
+@pytest.mark.feature("sampling by shared noise", "the same distribution")
+@pytest.mark.parametrize("llm", [SHARED_NOISE], indirect=True)
+@pytest.mark.parametrize("policy", ["goodput", "confidence"])
+def test_shared_noise_without_seeds(llm, distributions, verified, policy):
+    assert_exact(llm, distributions, [name for name in SAMPLINGS if name != "own seeds"], policy)
+    assert set(verified) == {"noise"}
+
+
+@pytest.mark.parametrize("llm", [SHARED_NOISE], indirect=True)
+def test_noise_that_is_shared_only_where_something_is_drafted_is_caught(llm, distributions, monkeypatch):
+    """What was drafted by a number may decide whether that number is used: this must not choose the text's numbers."""
+
+    def propose_odd_ones(self, *args):
+        drafts = propose(self, *args)
+        return [draft if draft and draft[0] % 2 else [] for draft in drafts]
+
+    def sample_rows(sampler, logits, metadata, sampling, requests):
+        fresh = {row: torch.Generator() for row in sampling.generators if not metadata.num_draft_tokens[row]}
+        for generator in fresh.values():
+            generator.manual_seed(int(torch.randint(2**62, ())))
+        sampling = dataclasses.replace(sampling, generators=sampling.generators | fresh)
+        return original(sampler, logits, metadata, sampling, requests)
+
+    original, propose = shared_noise.sample_rows, EarlyExitProposer.propose_round
+    monkeypatch.setattr(shared_noise, "sample_rows", sample_rows)
+    monkeypatch.setattr(EarlyExitProposer, "propose_round", propose_odd_ones)
+    verdict, _ = verdict_on(llm, distributions, ["T=1"], NUM_SAMPLES_PLANTED, policy="fixed")
+    assert verdict.p_value < SIGNIFICANCE, verdict
 
 
 @pytest.mark.feature("sampling, a draft vocabulary", "the same distribution")
@@ -168,8 +226,8 @@ def test_a_head_of_two_layers(llm, distributions, verified):
 @pytest.mark.parametrize("llm", DRAFT_SAMPLE_METHODS, indirect=True)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_every_policy(llm, distributions, verified, policy):
-    assert_exact(llm, distributions, OURS, policy)
-    assert verified["ours"] and not verified["vllm"]
+    assert_exact(llm, distributions, BY_RATIO, policy)
+    assert set(verified) == {"ours"}
 
 
 @pytest.mark.parametrize("llm", DRAFT_SAMPLE_METHODS, indirect=True)
@@ -180,7 +238,7 @@ def test_every_policy(llm, distributions, verified, policy):
 def test_one_kind_of_request(llm, distributions, verified, name):
     """Batches of one kind take other ways through the samplers: no top-k tensor, no greedy row, no generators."""
     assert_exact(llm, distributions, [name])
-    assert set(verified) == {"ours" if name in OURS else "vllm"}
+    assert set(verified) == {"noise" if name in BY_NOISE else "vllm" if name == BY_VLLM else "ours"}
 
 
 @pytest.mark.feature("sampling, requests that join with one token", "the same distribution")

@@ -4,12 +4,14 @@ import argparse
 import contextlib
 import json
 import sys
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 
 from vllm_eesd.distill import generate, vllm_sampler
+from vllm_eesd.distill.answers import answered
 from vllm_eesd.distill.generate import OwnText
 from vllm_eesd.distill.run import run
 from vllm_eesd.distill.target import load_target
@@ -60,6 +62,42 @@ def test_a_batch_longer_than_a_step(random_target):
     with contextlib.closing(vllm_sampler.VllmSampler(random_target, 102)) as sampler:
         windows = sampler.continue_windows(prompts, 102, torch.ones(64), seed=0)
     assert windows.shape == (64, 102) and (windows[:, :100] == prompts).all()
+
+
+@torch.no_grad()
+def test_answers_end_where_the_target_ends_them(random_target):
+    """Prompts of all lengths, greedy and sampled ones; the end belongs to the answer; a seed says it all again."""
+    rng, told = np.random.default_rng(0), []
+    prompts = [rng.integers(0, VOCAB, 1 + row).tolist() for row in range(12)]
+    ends, temperatures, limits = list(range(0, VOCAB, 16)), [0.0, 1.0] * 6, [30] * 10 + [3, 2]
+    with contextlib.closing(vllm_sampler.VllmSampler(random_target, 64)) as sampler:
+        ask = partial(sampler.answer, prompts, temperatures, limits, ends, top_p=0.9, top_k=50)
+        said, again, other = ask(seed=1, tell=told.append), ask(seed=1), ask(seed=2)
+        (one,) = answered(sampler, prompts[:1], 30, 0.0, ends, seed=0)
+    assert said == again and said[::2] == other[::2] and said[1::2] != other[1::2]
+    assert told == sorted(told) and told[-1] == 12
+    assert all(not set(ids[:-1]) & set(ends) for ids in said)
+    assert all(ids[-1] in ends or len(ids) == limit for ids, limit in zip(said, limits, strict=True))
+    assert any(ids[-1] in ends for ids in said) and any(ids[-1] not in ends for ids in said)
+    assert one.ids.tolist() == prompts[0] + said[0] and one.answers.tolist() == [False] + [True] * len(said[0])
+    target = load_target(random_target, 2, "cpu")
+    for prompt, ids in list(zip(prompts, said, strict=True))[::2]:
+        logits = target.model(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1]
+        assert (logits.max(-1).values - logits.gather(-1, torch.tensor(ids)[:, None])[:, 0] < NEAR_TIE).all()
+
+
+def test_a_cpus_engine_has_all_cores_unless_told(monkeypatch, random_target):
+    for name in vllm_sampler.THREADS:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(vllm_sampler, "num_cores", lambda: 6)
+    settings = vllm_sampler.cpu_settings(random_target, 64)
+    assert settings == {
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": "6",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+    }
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert vllm_sampler.cpu_settings("no model", 64) == {"VLLM_CPU_KVCACHE_SPACE": "1"}
 
 
 @pytest.mark.parametrize(

@@ -120,7 +120,7 @@ def refused(feature):
 
 def target_like(**changes):
     fields = {"architectures": ["LlamaForCausalLM"], "uses_mrope": False, "get_sliding_window": lambda: None}
-    fields |= {"logits_processors": None, "enable_sleep_mode": False}
+    fields |= {"enable_sleep_mode": False, "runner_type": "generate"}
     return SimpleNamespace(**fields | changes)
 
 
@@ -148,15 +148,88 @@ def test_layouts_that_would_go_wrong(target, pipeline_parallel_size, named):
         check_target_model(target, SimpleNamespace(pipeline_parallel_size=pipeline_parallel_size))
 
 
-@pytest.mark.feature("KV connectors and KV offloading", "refused")
+def connector(name, **options):
+    return {"kv_transfer_config": {"kv_connector": name, "kv_role": "kv_both"} | options}
+
+
 @pytest.mark.parametrize(
-    "options",
-    [{"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}}, {"kv_offloading_size": 1.0}],
-    ids=lambda options: next(iter(options)),
+    ("options", "named"),
+    [
+        pytest.param({"kv_offloading_size": 1.0}, "kv_offloading_size=1.0", marks=refused("KV offloading on a CPU")),
+        pytest.param(
+            {"kv_offloading_size": 1.0, "kv_offloading_backend": "lmcache"},
+            "kv_offloading_backend='lmcache'",
+            marks=refused("KV offloading by LMCache"),
+        ),
+        pytest.param(
+            connector("ExampleConnector", kv_connector_module_path="some.module"),
+            "kv_connector_module_path='some.module'",
+            marks=refused("KV connectors that are not vLLM's"),
+        ),
+    ],
 )
-def test_kv_that_moves(random_target, options):
+def test_kv_that_moves(random_target, options, named):
     message = refusal(random_target, {"method": "eesd", "exit_layer": 4}, **options)
-    assert message.startswith(f"eesd: {next(iter(options))}=") and "is not supported" in message
+    assert message.startswith(f"eesd: {named} is not supported")
+
+
+@pytest.mark.feature("KV connectors of vLLM: all others", "refused")
+def test_connectors_that_were_not_tested(random_target):
+    """By name, those that a later vLLM adds too."""
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    from vllm_eesd.host.kv_connectors import SUPPORTED
+
+    names = set(KVConnectorFactory._registry) - set(SUPPORTED)
+    assert len(names) > 10 and set(SUPPORTED) < set(KVConnectorFactory._registry)
+    for name in sorted(names):
+        message = refusal(random_target, {"method": "eesd", "exit_layer": 4}, **connector(name))
+        assert message.startswith(f"eesd: kv_connector={name!r} is not supported")
+        assert all(supported in message for supported in SUPPORTED)
+
+
+def moved(**options):
+    fields = {"kv_transfer_config": None, "kv_offloading_size": None, "kv_offloading_backend": "native"}
+    return SimpleNamespace(**fields | {"enforce_eager": None} | options)
+
+
+def test_connectors_on_a_gpu(monkeypatch):
+    from vllm_eesd.host.kv_connectors import check_kv_connector
+
+    tiers = connector("OffloadingConnector", kv_connector_extra_config={"spec_name": "TieringOffloadingSpec"})
+    check_kv_connector(moved(), ON_V2)
+    check_kv_connector(moved(**connector(None)), ON_V2)  # nothing moves
+    check_kv_connector(moved(kv_offloading_size=2.0), ON_V2)
+    check_kv_connector(moved(**connector("OffloadingConnector")), ON_V2)
+    check_kv_connector(moved(**connector("ExampleConnector"), enforce_eager=True), ON_V2)
+    for args, named in [
+        (moved(**connector("ExampleConnector")), "CUDA graphs .* enforce_eager=True"),
+        (moved(**tiers), "spec_name='TieringOffloadingSpec'"),
+        (moved(**tiers, kv_offloading_size=2.0), "spec_name='TieringOffloadingSpec'"),
+    ]:
+        with pytest.raises(ValueError, match=named) as error:
+            check_kv_connector(args, ON_V2)
+        assert str(error.value).startswith("eesd: ") and "\n" not in str(error.value)
+    monkeypatch.setenv("VLLM_USE_SIMPLE_KV_OFFLOAD", "1")
+    with pytest.raises(ValueError, match="VLLM_USE_SIMPLE_KV_OFFLOAD=1 is not supported"):
+        check_kv_connector(moved(kv_offloading_size=2.0), ON_V2)
+
+
+def test_a_store_for_each_head(random_target, cloned_head, tmp_path):
+    """ExampleConnector's folder is the head's own, however often the arguments are read; a head without KV has none."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    def folder(spec, times=1):
+        options = connector("ExampleConnector", kv_connector_extra_config={"shared_storage_path": str(tmp_path)})
+        args = EngineArgs(model=random_target, speculative_config=spec, skip_tokenizer_init=True, **options)
+        for _ in range(times):
+            config = args.create_engine_config()
+        return Path(config.kv_transfer_config.kv_connector_extra_config["shared_storage_path"])
+
+    ours, other = ({"method": "eesd", "model": cloned_head(random_target, layer, layer)} for layer in (2, 3))
+    assert folder(None) == folder({"method": "eesd", "exit_layer": 4}) == tmp_path
+    assert folder(ours).parent == folder(other).parent == tmp_path
+    assert folder(ours) == folder(ours, times=2) != folder(other)
 
 
 ON_V2 = SimpleNamespace(runner="V2", platform="cuda", runner_reason="Triton works here")
@@ -187,15 +260,23 @@ def layout(**changes):
             marks=refused("context parallel"),
         ),
         pytest.param(V1_ON_A_GPU, {}, {}, "Runner V1", marks=refused("Model Runner V1 on a GPU")),
+        pytest.param(
+            ON_V2,
+            {"logits_processors": ["some.module:Processor"]},
+            {},
+            "logits_processors=.*some.module:Processor",
+            marks=refused("custom logits processors, V2"),
+        ),
     ],
 )
 def test_what_a_model_runner_would_get_wrong(environment, target, parallel, named):
     from vllm_eesd.host.speculative import check_runner
 
-    check_runner(ON_V2, SimpleNamespace(is_moe=False), layout())
-    check_runner(V1_ON_A_CPU, SimpleNamespace(is_moe=True), layout())
+    check_runner(ON_V2, SimpleNamespace(is_moe=False, logits_processors=None), layout())
+    check_runner(V1_ON_A_CPU, SimpleNamespace(is_moe=True, logits_processors=["some.module:Processor"]), layout())
     with pytest.raises(ValueError, match=named) as error:
-        check_runner(environment, SimpleNamespace(**{"is_moe": False} | target), layout(**parallel))
+        fields = {"is_moe": False, "logits_processors": None} | target
+        check_runner(environment, SimpleNamespace(**fields), layout(**parallel))
     assert str(error.value).startswith("eesd: ") and "\n" not in str(error.value)
 
 

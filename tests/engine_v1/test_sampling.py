@@ -73,7 +73,7 @@ def test_the_joint_distribution_of_three_tokens_is_plain_vllms(engine, random_ta
 
     params = SamplingParams(max_tokens=4, ignore_eos=True, detokenize=False, **sampling)
     counts = []
-    for spec in (None, SPEC | {"model": cloned_head(random_target, 7, 7)}):
+    for spec in (None, SPEC | {"model": cloned_head(random_target, 6, 7)}):
         with engine(random_target, spec, max_num_seqs=256) as llm:
             outputs = llm.generate([{"prompt_token_ids": PROMPT}] * SAMPLES, params, use_tqdm=False)
             counts.append(collections.Counter(tuple(o.outputs[0].token_ids[:3]) for o in outputs))

@@ -8,7 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from vllm_eesd.distill.vocabulary import draft_logits
+from vllm_eesd.distill.metrics import float_head
+from vllm_eesd.distill.vocabulary import draft_token_ids, widened
 
 K = 4
 # A draft may differ where the training module's two best logits are closer than two implementations come. Both sum
@@ -73,7 +74,8 @@ def drafted_logits(target, head, tokens, bonus_position, draft):
     exit_hidden, target_hidden, rotary = target(ids)
     positions = torch.arange(ids.shape[1])
     hidden = head(exit_hidden, target_hidden, rotary, positions.clamp(max=bonus_position))
-    return draft_logits(target.lm_head, head, hidden)[0, bonus_position:]
+    logits = float_head(target, draft_token_ids(head))(hidden)
+    return widened(logits, head, target.config.vocab_size)[0, bonus_position:]
 
 
 def count_mismatches(target, head, prompts, outputs, rounds):

@@ -189,6 +189,23 @@ def test_scheduled_drafts_are_trimmed_to_each_requests_length(modules):
     assert num_drafted.tolist() == [0, 3, 0, 0]
 
 
+def test_nothing_is_verified_beside_a_request_that_names_its_logprobs(modules):
+    """vLLM's rejection sampler would give it the likeliest tokens' (vLLM issue 42592)."""
+    states, num_drafted, names = states_of({"a": 2, "b": 0}), np.array([2, 3, 1, 0]), np.array([False] * 4)
+    options = {"reallocate": reallocate_of_0_32, "names_logprobs": names}
+    ragged = modules.ragged.RaggedVerification(states, torch.zeros(5), num_drafted, **options)
+    tokens, drafts = {"a": K + 1, "b": K + 1}, {"a": [-1] * K, "b": [-1] * K}
+    assert ragged.get_num_tokens(tokens, drafts) == 2 + 3
+    names[0] = True
+    assert ragged.get_num_tokens(tokens, drafts) == 2
+    assert num_drafted.tolist() == [0, 3, 0, 0]  # so that they do not count as rejected
+    assert ragged.compact_batch(np.array([K, K]), np.array([K + 1, K + 1]), np.array([0, 4, 8]))[1].tolist() == [
+        0,
+        1,
+        2,
+    ]
+
+
 def reallocate_of_0_32(self, req_ids, idx_mapping) -> tuple[torch.Tensor, torch.Tensor, int]:
     """vLLM 0.32's signature."""
 

@@ -47,7 +47,7 @@ def model(input_ids, positions, context):
 
 
 model.round_context = lambda hidden_states: hidden_states * 2
-model.whole_logits = lambda logits: logits
+model.whole = lambda logits: logits
 
 
 @pytest.fixture(params=["one head", "deep_context", "drawn"])
@@ -145,7 +145,7 @@ def test_launches_outside_the_models_own(drafting, steps, monkeypatch, request):
         return call
 
     counted_model = alone(model)
-    counted_model.round_context, counted_model.whole_logits = alone(model.round_context), model.whole_logits
+    counted_model.round_context, counted_model.whole = alone(model.round_context), model.whole
     drafting.model = counted_model
     for name in ("prepare_draft_inputs", "advance_draft_inputs", "gumbel_sample"):
         monkeypatch.setattr(steps, name, alone(getattr(steps, name), name))

@@ -38,11 +38,12 @@ def speculator(v2):
     round_ = type("", (), {"from_ngrams": nobody, "num_steps": property(lambda round_: self.wanted)})()
     self.rounds = SimpleNamespace(
         round_trace=None,
+        stats=SimpleNamespace(recording=False),
         ngrams=None,
         skips=lambda step, asynchronous: False,
         begin=begin,
         round=round_,
-        drawing=SimpleNamespace(any_drawn=lambda round_: False, certain=lambda round_: nobody),
+        drawing=SimpleNamespace(kind=lambda round_: 0, certain=lambda round_: nobody),
         rest=lambda step, decision_ms: None,
     )
     for name in ("_prepare", "_without_adapters", "_run_round"):
@@ -121,7 +122,7 @@ def test_a_sampling_request_under_a_grammar_drafts_greedily_and_is_verified_as_o
     speculator.draft_logits, speculator.temperature, speculator.device = logits, temperature, "cpu"
     speculator.ngrams = v2.DeviceNgrams(v2.RequestStates(states))
     speculator.draft_tokens[:2] = torch.arange(2 * K).view(2, K)
-    drawn = {"any_drawn": lambda round_: draws, "certain": lambda round_: np.array([False, True])}
+    drawn = {"kind": lambda round_: int(draws), "certain": lambda round_: np.array([False, True])}
     speculator.rounds.drawing = SimpleNamespace(**drawn)
     given = arguments()
     given[0].idx_mapping, given[0].idx_mapping_np = torch.tensor([3, 2]), np.array([3, 2])

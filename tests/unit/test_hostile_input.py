@@ -391,6 +391,28 @@ def test_prompts_and_texts(refused_or_fine, folder, content):
         assert all(isinstance(text, str) for text, _ in _jsonl_texts(path))
 
 
+TALKS = [
+    {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}, {"role": "assistant", "content": "b"}]},
+    {
+        "conversations": [
+            {"from": "human", "value": "a"},
+            {"from": "gpt", "value": "b"},
+            {"from": "human", "value": "c"},
+        ]
+    },
+]
+
+
+@FUZZ
+@given(mutated(TALKS[0]).map(as_bytes) | mutated(TALKS[1]).map(as_bytes))
+def test_conversations(refused_or_fine, folder, content):
+    path = folder / "talks.jsonl"
+    path.write_bytes(content)
+    for name, reader in (("prompts", read_prompts), ("texts", _jsonl_texts)):
+        with refused_or_fine(f"conversations, {name}"):
+            list(reader(path))
+
+
 @pytest.mark.parametrize("kind", ["pipe", "device", "directory"])
 def test_a_state_that_is_no_file(kind, tmp_path):
     os.mkfifo(tmp_path / "pipe")

@@ -10,14 +10,17 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE = "vllm_eesd"
 
 CORE = {"config", "files", "policy_args", "policy", "round", "traces", "exit_head", "verify", "kernels"}
-CORE |= {"request_options", "flags", "embedded", "provenance"}
+CORE |= {"request_options", "flags", "embedded", "provenance", "conversations", "gguf_llama", "public_model"}
 # Part -> parts of this package that it may import, besides itself and the bare package (its version).
 ALLOWED_PARTS = {
     "__init__": {"config"},
     "config": set(),
+    "conversations": set(),
     "files": set(),
     "embedded": set(),
     "flags": {"config"},
+    "gguf_llama": set(),
+    "public_model": {"embedded", "files", "gguf_llama"},
     "kernels": set(),
     "policy_args": {"config"},
     "provenance": set(),

@@ -84,3 +84,36 @@ def test_the_thread_ends_with_its_engine_or_its_reader(published):
     gc.collect()
     until(lambda: publishing() < remaining)
     until(lambda: 'eesd:rounds_total{engine="7"}' not in samples())
+
+
+def test_several_api_servers_read_every_engine_of_them(monkeypatch, tmp_path):
+    """Where vLLM serves from several processes they read the directory that Prometheus' client keeps."""
+    from prometheus_client import CollectorRegistry, values
+    from prometheus_client.multiprocess import MultiProcessCollector
+
+    from vllm_eesd.host.circuit_breaker import CircuitBreaker
+    from vllm_eesd.round.counters import DraftStats
+
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
+    monkeypatch.setattr(values, "ValueClass", values.MutexValue)  # as where it was imported before
+    monkeypatch.setattr(metrics, "PUBLISH_EVERY_S", 0.02)
+    engines = [DraftStats(3), DraftStats(3)]
+    for number, stats in enumerate(engines):
+        metrics.publish(str(tmp_path), number, stats, CircuitBreaker())
+        stats.count("a", [1, 2], [1, 5])
+    engines[1].count("b", [], [6])
+
+    def read():
+        registry = CollectorRegistry()
+        MultiProcessCollector(registry)
+        return samples(registry)
+
+    until(lambda: read().get('eesd:emitted_tokens_total{engine="1"}') == 3)
+    until(lambda: read().get('eesd:emitted_tokens_total{engine="0"}') == 2)
+    shown = read()
+    assert [shown[f'eesd:draft_length_rounds_total{{engine="1",length="{n}"}}'] for n in range(4)] == [1, 0, 1, 0]
+    assert shown['eesd:speculation_off{engine="0"}'] == 0
+    engines[1].reset()
+    engines[1].count("b", [4], [4, 6])  # counters never go back
+    until(lambda: read().get('eesd:drafted_tokens_total{engine="1"}') == 2)
+    until(lambda: read().get('eesd:draft_length_rounds_total{engine="1",length="1"}') == 1)

@@ -139,6 +139,25 @@ def test_a_draft_vocabulary_costs_its_rows():
     assert part.draft_step_ms(1, 7) == pytest.approx(part.draft_step_ms(1), rel=0.01)
 
 
+def test_it_compares_with_and_without_a_draft_vocabulary(tmp_path, capsys):
+    """135 M parameters, 576 wide: N = 2 and M = 2 are four layers of 3.5 M, the LM head is 28 M, so 0.67 of a step."""
+    sizes = ["--layers", "30", "--hidden", "576", "--vocab", "49152", "--intermediate", "1536", "--heads", "9"]
+    sizes += ["--kv-heads", "3", "--head-dim", "64", "--gpu", "h200", "--batch", "1", "--context", "1"]
+    sizes += ["--exit-layer", "2", "--head-layers", "2", "--trace", trace(tmp_path, acceptances=(0.7,))]
+
+    def line(*flags: str) -> str:
+        assert cli.main(["plan", *sizes, *flags]) == 0
+        found = [line for line in capsys.readouterr().out.splitlines() if "the LM head is" in line]
+        return found[0] if found else ""
+
+    supposed = line()
+    assert "N = 2, M = 2: the LM head is 67% of a draft step: with 8192 of 49152 draft tokens" in supposed
+    with_it, without = (float(part.split("x")[0]) for part in supposed.split("batch 1 is at ")[1].split(" instead of "))
+    assert with_it > 1.05 * without > 1
+    assert "with 16000 of 49152 draft tokens" in line("--draft-vocab", "16k")
+    assert line("--vocab", "16384") == ""  # 9.4 M: the layers cost more
+
+
 @pytest.mark.parametrize(
     ("flags", "complaint"),
     [

@@ -112,7 +112,7 @@ def test_a_worker_whose_seams_do_not_fit_refuses_before_it_installs_any(bare_hos
     changed = list(v1_seams.SEAMS)
     changed[-1] = dataclasses.replace(changed[-1], digests=("0" * 16,))
     monkeypatch.setitem(plugin.PLACES, "worker, V1", changed)
-    with pytest.raises(RuntimeError, match="Worker.sample_tokens its code has changed"):
+    with pytest.raises(RuntimeError, match="rejection_sample its code has changed"):
         plugin.prepare_worker("V1", "V1")
     assert [attribute(seam) for seam in SEAMS] == bare_host
 

@@ -37,7 +37,7 @@ def windows():
 
 def make_args(model_dir, **changes) -> Namespace:
     given = {"model": str(model_dir), "text": None, "windows": 3, "seq_len": SEQ_LEN, "json": None, "plot": None}
-    given["head_layers"] = 1
+    given |= {"head_layers": 1, "chat_template": None}
     return Namespace(**(given | changes))
 
 
@@ -130,7 +130,8 @@ def test_a_head_of_several_layers_is_charged_for_them(target, windows, monkeypat
         probing, "best_speedup", lambda leading, ms, verify: drafts.append(ms) or best(leading, ms, verify)
     )
     results, _ = probe(target, windows, head_layers=2)
-    assert drafts == [1, 3, 3, 2, 4, 4, 3, 5, 5]  # headless and distilled, greedy and drawn, from each layer
+    # From each layer headless and distilled: greedy, drawn, and greedy at both ends of the range.
+    assert drafts == [1, *[3] * 4, 2, *[4] * 4, 3, *[5] * 4]
     results = [*results[:2], make_result(3, 1.0, 9.0)]
     assert "--exit-layer 3 --head-layers 2" in decide(results, "M", None, head_layers=2)["next"]
 

@@ -70,6 +70,15 @@ def test_faults_are_shown_by_kind(page, tmp_path):
     assert "Not run yet: `make soak`." in lines
 
 
+def test_pairs_of_options_are_shown_by_outcome(page, tmp_path):
+    counts = {"inputs: trace": 9, "pairs: tried": 20, "pairs: wrong": 0, "pairs: same answer": 13}
+    (tmp_path / "fuzz.json").write_text(json.dumps({"counts": counts, "features": []}))
+    lines = page.reliability_text(tmp_path).splitlines()
+    assert {"| tried | 20 |", "| wrong | 0 |", "| same answer | 13 |"} <= set(lines)
+    (tmp_path / "fuzz.json").write_text(json.dumps({"counts": {"inputs: trace": 9}, "features": []}))
+    assert "| pairs | |" not in page.reliability_text(tmp_path)
+
+
 GOOD = {
     "minutes": 20,
     "failures": [],

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from vllm_eesd.bench.prompts import WORKLOADS
+from vllm_eesd.bench.prompts import CHATS, COMPLETIONS, read_prompts, workload_file
 from vllm_eesd.bench.vllm_engine import Served, each_limit
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -147,7 +147,8 @@ def test_every_workload_that_was_measured_gets_a_panel(page_of, tmp_path, monkey
     panels = [axes for axes in figures[0].axes if axes.axison]
     assert [axes.get_title() for axes in panels] == [name.replace("_", " ") for name in sorted(names)]
     assert all(axes.patches for axes in panels)
-    headings = re.findall(r"^## (.*)$", (tmp_path / "results.md").read_text(), re.MULTILINE)
+    public, *headings = re.findall(r"^## (.*)$", (tmp_path / "results.md").read_text(), re.MULTILINE)
+    assert public == "A public chat model"
     assert headings == [name.replace("_", " ").capitalize() for name in sorted(names)]
 
 
@@ -175,6 +176,21 @@ def test_the_readmes_table_is_too(page_of):
     assert page_of.readme_figures() in (REPOSITORY / "README.md").read_text(encoding="utf-8")
 
 
+def test_enough_is_measured_of_the_public_model(page_of):
+    """80 questions at batch 1 in bfloat16, both ways to choose tokens; every workload has prompts enough and a page."""
+    measured = load("measure_public")
+    for sizes in (*measured.SIZES.values(), *measured.QUICK_SIZES.values()):
+        for name, size in sizes.items():
+            assert name in page_of.page_public.WORKLOADS and name in CHATS
+            assert all(count >= batch for batch, count in size.prompts.items())
+            if name != "human_eval":
+                assert len(read_prompts(workload_file(name))) >= size.longest()
+    for name in ("chat", "human_eval"):
+        size = measured.SIZES["bfloat16"][name]
+        assert size.prompts[1] >= 80 and 8 in size.prompts and size.samplings == ((0.0, 1.0), (0.7, 0.95))
+        assert measured.GREEDY in measured.SIZES["float32"][name].samplings
+
+
 def test_what_is_measured_exists(page_of, monkeypatch):
     monkeypatch.chdir(REPOSITORY)
     measured = load("measure_all")
@@ -186,7 +202,7 @@ def test_what_is_measured_exists(page_of, monkeypatch):
     plain_names = set(measured.WORKLOADS)
     for suffix in (measured.BFLOAT16, measured.SAMPLED, measured.UP_TO_LOOPS):
         plain_names = {name.removesuffix(suffix) for name in plain_names}
-    assert plain_names == set(WORKLOADS)
+    assert plain_names == set(COMPLETIONS)
     subprocess.run([*measured.WATERFALL_SCRIPT, "--help"], check=True, stdout=subprocess.DEVNULL)
     # A third of each kind, also of those at batch 1.
     assert measured.WORKLOADS["mixed"].prompts % 3 == measured.WORKLOADS["mixed"].prompts_at(1) % 3 == 0
@@ -212,7 +228,7 @@ class FakeEngine:
     def statistics(self):
         return None
 
-    def at(self, temperature):
+    def at(self, temperature, top_p=1.0):
         self._asked.append(temperature)
         return self
 

@@ -15,10 +15,13 @@ def make_runner(**requests):
             extra_args=extra_args,
             max_tokens=max_tokens,
             temperature=0.0,
-            all_stop_token_ids={7},
+            stop_token_ids=[7],
+            ignore_eos=request_id == "ignoring",
+            eos_token_id=5,
             presence_penalty=1.0 if request_id == "penalised" else 0,
             frequency_penalty=0,
             repetition_penalty=1.0,
+            logit_bias=None,
             bad_words=None,
             allowed_token_ids=None,
             structured_outputs=None,
@@ -29,7 +32,7 @@ def make_runner(**requests):
 
 
 def step_of(runner, finished=()):
-    scheduled = SimpleNamespace(finished_req_ids=set(finished), total_num_scheduled_tokens=0)
+    scheduled = SimpleNamespace(finished_req_ids=set(finished), preempted_req_ids=None, total_num_scheduled_tokens=0)
     return V1Step(runner, scheduled, [[] for _ in runner.input_batch.req_ids])
 
 
@@ -45,6 +48,32 @@ def test_requests_keep_their_slots_and_their_wishes():
     runner.input_batch.req_ids = ["penalised", "free"]
     assert running.slots_of(step_of(runner, finished={"short"})).tolist() == slots[[2, 0]].tolist()
     assert len(running) == 2
+
+
+def test_a_request_drafts_on_after_a_token_that_does_not_end_it():
+    """An EOS that it ignores, which vLLM counts among `all_stop_token_ids` all the same."""
+    running = BatchRequests(4, 6, build_policy("fixed", BetaPosterior(4), 0, {}))
+    runner = make_runner(ignoring=(50, None), other=(50, None))
+    slots = running.slots_of(step_of(runner))
+    for token, limits in ((5, [6, 0]), (7, [0, 0]), (1, [6, 6])):
+        assert running.draft_limits(slots, np.array([10, 10]), [[token], [token]]).tolist() == limits
+
+
+def test_a_prompt_that_runs_again_is_no_decoding():
+    """Rows: a new prompt, its first token, a decode with drafts, a prompt and its output run again, one padded."""
+    runner = make_runner(new=(50, None), first=(50, None), decode=(50, None), again=(50, None), padded=(50, None))
+    batch = runner.input_batch
+    batch.num_tokens_no_spec, batch.num_prompt_tokens = np.array([10, 11, 15, 14, 12]), np.full(5, 10)
+    drafts = {"decode": [1, 2, 3], "padded": [-1, -1]}
+    scheduled = SimpleNamespace(
+        finished_req_ids=set(),
+        preempted_req_ids=None,
+        total_num_scheduled_tokens=41,
+        num_scheduled_tokens={"new": 5, "first": 10, "decode": 4, "again": 13, "padded": 3},
+        scheduled_spec_decode_tokens=drafts,
+    )
+    step = V1Step(runner, scheduled, [[], [1], [1, 2], [1], [1]])
+    assert step.decoded().tolist() == [False, False, True, False, True]
 
 
 def test_a_request_whose_end_no_round_heard_of_gives_its_slot_back():

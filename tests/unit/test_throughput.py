@@ -208,3 +208,16 @@ def test_the_sweep_command_measures_every_combination(without_engines, tmp_path,
 def test_a_wrong_exit_layer_is_refused(layers):
     with pytest.raises(ValueError, match="--exit-layers .* is not allowed: a layer's number, or head"):
         list(sweep.combinations(EngineSettings("M"), layers, [4], ["fixed"]))
+
+
+@pytest.mark.parametrize(("fixed_length", "ends"), [(True, {}), (False, {"ignore_eos": False})])
+def test_conversations_that_arrive_end_where_the_model_ends_them(fixed_length, ends):
+    asked = []
+
+    def serve(prompts, arrivals, max_tokens, **given):
+        asked.append(given)
+        return [Served(0.0, 1.0, 2.0, [7]) for _ in prompts]
+
+    engine = types.SimpleNamespace(serve=serve, forget_prefixes=lambda: None)
+    throughput.measure_rate({"plain": engine}, [[1], [2]], 1.0, 4, 2, 0, fixed_length=fixed_length)
+    assert asked == [ends] * 3

@@ -154,3 +154,26 @@ def test_nobody_there_is_one_line(capsys):
     assert cli.main(["top", "--url", "http://127.0.0.1:9"]) == 2
     error = capsys.readouterr().err
     assert error.startswith("eesd: error: http://127.0.0.1:9/metrics: no metrics") and error.count("\n") == 1
+
+
+def test_a_pause_of_a_minute(monkeypatch):
+    """Nothing is counted meanwhile: the speedup afterwards is that of what ran, and none is shown of the pause."""
+    answers, now = [RECORDED], [0.0]
+    monkeypatch.setattr("vllm_eesd.bench.top.fetch", lambda url: answers[-1])
+    watch = Watch("http://x/metrics", 10.0, lambda: now[0])
+
+    def look(after_s, tokens=0):
+        now[0] += after_s
+        text = raised(answers[-1], "eesd:decode_seconds_total", tokens / 50)
+        text = raised(raised(text, "eesd:plain_seconds_total", tokens / 25), "vllm:generation_tokens_total", tokens)
+        answers.append(text)
+        watch.look()
+        return between(watch._begin(), watch._snapshots[-1])
+
+    look(0)
+    assert look(1, 50).speedup == pytest.approx(2.0)
+    paused = [look(1) for _ in range(60)]
+    assert paused[-1].goodput == 0 and paused[-1].speedup is None
+    assert look(1, 50).speedup == pytest.approx(2.0)
+    assert look(60, 50).speedup == pytest.approx(2.0)  # it did not answer meanwhile
+    watch.view()

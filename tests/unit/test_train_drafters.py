@@ -1,9 +1,12 @@
 """models/make/train_drafters.py: EAGLE's unrolling is what drafting does, and what is written is what was trained."""
 
+import argparse
 import importlib.util
+import json
 import math
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -165,3 +168,80 @@ def test_the_exported_eagle_head_has_the_names_that_vllm_loads(script, target, t
     names = set(load_file(tmp_path / "model.safetensors"))
     assert "fc.weight" in names and "layers.0.self_attn.q_proj.weight" in names
     assert not any("input_layernorm" in name or "embed" in name or "lm_head" in name for name in names)
+
+
+@pytest.fixture
+def small_run(script, target, tmp_path, monkeypatch):
+    """What `train` and `export` are given: a saved target of 64 tokens, conversations, windows of 8 tokens."""
+    monkeypatch.setattr(script, "SEQ_LEN", 8)
+    target.model.save_pretrained(tmp_path / "target")
+    data = tmp_path / "talk.jsonl"
+    lines = ({"messages": [], "ids": [n % 64 for n in range(start, start + 20)], "answers": []} for start in range(9))
+    data.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    given = {"drafters": ["n1m1", "draft_model", "eagle@2"], "target": str(tmp_path / "target"), "data": data}
+    given |= {"work": tmp_path / "work", "output": None, "tokens": 64, "minutes": None, "batch": 2, "seed": 0}
+    given |= {"compile": False, "own": None, "self_generate": 0, "generator": "transformers"}
+    return argparse.Namespace(**given)
+
+
+def test_any_llama_is_a_target_and_conversations_are_data(script, small_run, monkeypatch, in_bfloat16):
+    """Trained, gone on with, and exported to what vLLM loads, wherever bfloat16 is multiplied in hardware or not."""
+    monkeypatch.setattr(script, "_device", lambda: "cpu")
+    small_run.tokens = 32
+    script.train(small_run)
+    small_run.tokens = 64
+    script.train(small_run)  # resumes
+    script.export(small_run)
+    peers = Path(small_run.target) / "peers"
+    kept = [json.loads((peers / name / "training.json").read_text()) for name in ("n1m1", "draft_model", "eagle")]
+    assert {record["tokens"] for record in kept} == {64}
+    start = load_file(Path(small_run.target) / "model.safetensors")["model.layers.0.mlp.up_proj.weight"]
+    trained = load_file(peers / "draft_model" / "model.safetensors")["model.layers.0.mlp.up_proj.weight"].float()
+    assert not torch.equal(trained, start.to(torch.bfloat16).float())
+    assert json.loads((peers / "eagle" / "config.json").read_text())["num_hidden_layers"] == 1
+
+
+@pytest.mark.usefixtures("in_bfloat16")
+def test_minutes_end_a_run_whose_tokens_would_take_longer(script, small_run, monkeypatch):
+    now = iter(range(0, 10_000, 15))  # every look at the clock finds it 15 s later
+    monkeypatch.setattr(script, "time", SimpleNamespace(monotonic=lambda: float(next(now))))
+    monkeypatch.setattr(script, "_device", lambda: "cpu")
+    small_run.tokens, small_run.minutes = 16_000, 2.0
+    script.train(small_run)
+    run = torch.load(small_run.work / "drafters.pt", weights_only=True)["run"]
+    assert 120 <= run["seconds"] <= 150 and 0 < run["step"] < 10
+    script.train(small_run)
+    again = torch.load(small_run.work / "drafters.pt", weights_only=True)["run"]
+    assert again["step"] == run["step"]  # its minutes are over
+
+
+def test_a_run_stands_where_its_tokens_or_its_minutes_say(script):
+    run = {"step": 30, "seconds": 60.0}
+    assert script.place_of(run, 100, None) == script.place_of(run, 100, 4.0) == 30
+    assert script.place_of(run, 100, 2.0) == 50
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"messages": []}', r'talk.jsonl:2: not a conversation; allowed: {"ids"'),
+        ("[1]", "talk.jsonl:2: not a conversation"),
+        ("no JSON", "talk.jsonl:2: not a conversation"),
+        ('{"ids": [1, 64]}', "talk.jsonl:2: ids must be a list of whole numbers from 0 to 63"),
+        ('{"ids": [[1]]}', "talk.jsonl:2: ids must"),
+        ('{"ids": [1]}', "talk.jsonl: 2 tokens, more than 512 are needed"),
+    ],
+)
+def test_what_is_no_conversation_is_refused_with_its_line(script, tmp_path, line, message):
+    path = tmp_path / "talk.jsonl"
+    path.write_text('{"ids": [1]}\n' + line + "\n")
+    with pytest.raises(ValueError, match=message) as error:
+        script.conversation_ids(path, 64)
+    assert "\n" not in str(error.value)
+
+
+def test_a_target_of_another_kind_is_refused(script, small_run, monkeypatch):
+    config = Path(small_run.target) / "config.json"
+    config.write_text(config.read_text().replace('"llama"', '"qwen3"'))
+    with pytest.raises(ValueError, match="is of the kind 'qwen3'; allowed: llama"):
+        script.drafters_of(small_run)

@@ -142,6 +142,7 @@ def arguments(make, work: Path, shape, **changed) -> argparse.Namespace:
     return args
 
 
+@pytest.mark.usefixtures("in_bfloat16")
 def test_a_resumed_run_reaches_the_same_weights(make, shape, tmp_path):
     tokens = np.random.default_rng(0).integers(0, 64, 1000).astype(np.uint16)
     whole = make.train_target.Trainer(arguments(make, tmp_path, shape))
@@ -156,6 +157,7 @@ def test_a_resumed_run_reaches_the_same_weights(make, shape, tmp_path):
     assert (tmp_path / "copies" / "parts.pt").read_bytes() == (tmp_path / "parts.pt").read_bytes()
 
 
+@pytest.mark.usefixtures("in_bfloat16")
 def test_a_run_grows_from_another_and_decays_to_an_end(make, shape, tmp_path):
     tokens = np.random.default_rng(0).integers(0, 64, 1000).astype(np.uint16)
     shallow = make.train_target.Trainer(arguments(make, tmp_path, shape, run="shallow"))

@@ -11,7 +11,7 @@ import torch
 from vllm_eesd.config import EESDConfig
 from vllm_eesd.exit_head.checkpoint import ExitHeadConfig, Verifier
 from vllm_eesd.host import round_setup
-from vllm_eesd.host.v2 import lengths, readback, trace
+from vllm_eesd.host.v2 import drawing, lengths, readback, trace
 from vllm_eesd.host.v2.batch import TargetStep
 from vllm_eesd.host.v2.lengths import SHARE_TIMES_EVERY, Rounds
 from vllm_eesd.policy.costs import MIN_SAMPLES
@@ -46,25 +46,31 @@ def make_rounds(monkeypatch, world_size=1, max_model_len=100, **eesd):
         exit_head=head,
         head_directory=None,
         num_speculative_tokens=K,
+        engine_index=0,
     )
     return Rounds(config, max_num_reqs=3, max_model_len=max_model_len, device=torch.device("cpu"))
 
 
-def new_request(max_tokens=50, structured_outputs=None, temperature=0.0, **extra_args):
+def new_request(max_tokens=50, structured_outputs=None, temperature=0.0, seed=None, **extra_args):
     params = SimpleNamespace(
         extra_args=extra_args,
         max_tokens=max_tokens,
         temperature=temperature,
-        all_stop_token_ids=set(),
+        stop_token_ids=None,
+        ignore_eos=False,
+        eos_token_id=None,
+        logprob_token_ids=None,
+        seed=seed,
         presence_penalty=0,
         frequency_penalty=0,
         repetition_penalty=1.0,
+        logit_bias=None,
         bad_words=None,
         allowed_token_ids=None,
         structured_outputs=structured_outputs,
     )
     prompt = {"prompt_token_ids": [1] * 10, "prefill_token_ids": [1] * 10}
-    return SimpleNamespace(sampling_params=params, lora_request=None, **prompt)
+    return SimpleNamespace(sampling_params=params, lora_request=None, prompt_len=10, **prompt)
 
 
 def target_step(slots, num_sampled, scheduled=None, prefilling=False, computed=10, tokens=1):
@@ -433,25 +439,28 @@ def test_ngram_drafts_teach_nothing_about_the_exit_head(monkeypatch):
 
 
 GREEDY, SAMPLED = {"temperature": 0.0}, {"temperature": 0.8}
-BOUND = SAMPLED | {"structured_outputs": object()}
+SEEDED, BOUND = SAMPLED | {"seed": 3}, SAMPLED | {"structured_outputs": object()}
 
 
 @pytest.mark.parametrize(
-    ("requests", "method", "draws", "certain"),
+    ("requests", "method", "kind", "certain"),
     [
-        ([GREEDY, GREEDY], "auto", False, [False, False]),
-        ([GREEDY, SAMPLED], "auto", True, [False, False]),
-        ([BOUND, SAMPLED], "auto", True, [True, False]),
-        ([GREEDY, BOUND], "auto", False, [False, True]),
-        ([SAMPLED, BOUND], "greedy", False, [False, False]),
+        ([GREEDY, GREEDY], "auto", drawing.GREEDY, [False, False]),
+        ([GREEDY, SAMPLED], "auto", drawing.DRAWN, [False, False]),
+        ([BOUND, SAMPLED], "auto", drawing.DRAWN, [True, False]),
+        ([GREEDY, BOUND], "auto", drawing.GREEDY, [False, True]),
+        ([SEEDED, GREEDY], "auto", drawing.SHARED, [False, False]),
+        ([SAMPLED, BOUND | SEEDED], "auto", drawing.SHARED, [False, False]),
+        ([SEEDED, GREEDY], "greedy", drawing.GREEDY, [False, False]),
+        ([SAMPLED, BOUND], "greedy", drawing.GREEDY, [False, False]),
     ],
 )
-def test_drafts_are_drawn_for_requests_that_sample_freely(monkeypatch, requests, method, draws, certain):
+def test_drafts_are_drawn_for_requests_that_sample_freely(monkeypatch, requests, method, kind, certain):
     rounds = make_rounds(monkeypatch, policy="fixed", draft_sample_method=method)
     rounds.admit([0, 1], [new_request(**request) for request in requests])
     begin(rounds, [0, 1], [1, 1])
     assert rounds.round.num_steps and rounds.num_drafted[[0, 1]].all()
-    assert (rounds.drawing.any_drawn(rounds.round), rounds.drawing.certain(rounds.round).tolist()) == (draws, certain)
+    assert (rounds.drawing.kind(rounds.round), rounds.drawing.certain(rounds.round).tolist()) == (kind, certain)
 
 
 def test_a_request_without_a_draft_of_the_exit_head_draws_none(monkeypatch):
@@ -459,7 +468,7 @@ def test_a_request_without_a_draft_of_the_exit_head_draws_none(monkeypatch):
     rounds.admit([0, 1], [new_request(temperature=0.8), new_request(temperature=0.0)])
     rounds._has_adapter[0] = True
     begin(rounds, [0, 1], [1, 1])
-    assert rounds.num_drafted[[0, 1]].tolist() == [0, K] and not rounds.drawing.any_drawn(rounds.round)
+    assert rounds.num_drafted[[0, 1]].tolist() == [0, K] and rounds.drawing.kind(rounds.round) == drawing.GREEDY
 
 
 def a_round(rounds, slots, num_tokens=None, **kwargs):
@@ -491,6 +500,15 @@ def test_requests_that_may_not_draft_are_asked_once_in_a_while(monkeypatch):
         assert not a_round(rounds, **other)
     rounds.start_afresh()  # as after a fault
     assert not a_round(rounds, [0, 1])
+
+
+def test_a_prompt_of_embeddings_counts_in_its_budget(monkeypatch):
+    rounds = make_rounds(monkeypatch, policy="fixed")
+    embedded = new_request(max_tokens=3)
+    embedded.prompt_token_ids = None
+    rounds.admit([0, 1], [embedded, new_request(max_tokens=3)])
+    begin(rounds, [0, 1], [1, 1])
+    assert rounds.round.lengths.tolist() == [1, 1]
 
 
 def test_rounds_that_are_watched_are_not_skipped(monkeypatch):

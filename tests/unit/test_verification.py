@@ -12,7 +12,7 @@ from vllm_eesd.kernels.cpu.rejection import rejection
 from vllm_eesd.host.v1.batch import V1Step
 from vllm_eesd.host.v1.block_verification import Proposals, choose, verify_blocks
 from vllm_eesd.host.v1.draft_sampling import DraftSampling
-from vllm_eesd.host.v1.verification import keep_while_equal, only_temperature
+from vllm_eesd.host.v1.verification import keep_while_equal, only_temperature, wants_only_tokens
 
 VOCAB_SIZE = 3  # so few that drafts are often right
 
@@ -113,7 +113,6 @@ def plain_batch(**changes):
         "top_p": None,
         "allowed_token_ids_mask": None,
         "bad_words_token_ids": {},
-        "thinking_budget_state_holder": None,
         "logitsprocs": LogitsProcessors(),
     }
     return SimpleNamespace(**state | changes)
@@ -129,45 +128,67 @@ def processors(min_toks):
     return LogitsProcessors([processor])
 
 
+@pytest.mark.parametrize("changes", [{"max_num_logprobs": 0}, {"logprob_token_ids": {0: [1]}}], ids=str)
+def test_what_vllm_must_sample(changes):
+    assert wants_only_tokens(plain_batch())
+    assert not wants_only_tokens(plain_batch(**changes))
+
+
 @pytest.mark.parametrize(
     "changes",
     [
         {"no_penalties": False},
-        {"max_num_logprobs": 0},
-        {"logprob_token_ids": {0: [1]}},
         {"top_k": torch.tensor([3])},
         {"top_p": torch.tensor([0.5])},
         {"allowed_token_ids_mask": torch.zeros(1, 3, dtype=torch.bool)},
         {"bad_words_token_ids": {0: [[1]]}},
-        {"thinking_budget_state_holder": SimpleNamespace(has_tracked_requests=lambda: True)},
         {"logitsprocs": SimpleNamespace(all=[object()])},
     ],
     ids=lambda changes: next(iter(changes)),
 )
-def test_what_vllm_must_sample(changes):
+def test_what_changes_logits(changes):
     assert not only_temperature(plain_batch(**changes))
 
 
 def test_processors_that_nobody_asked_for_do_not_matter():
-    idle_holder = SimpleNamespace(has_tracked_requests=lambda: False)
-    assert only_temperature(plain_batch(logitsprocs=processors({}), thinking_budget_state_holder=idle_holder))
+    assert only_temperature(plain_batch(logitsprocs=processors({})))
     assert not only_temperature(plain_batch(logitsprocs=processors({0: (2, [], set(), False)})))
 
 
-def runner_of(temperatures, grammar=(), generators=None):
+def runner_of(temperatures, grammar=(), generators=None, top_p=None):
     """A runner whose batch has requests "0", "1", ...; those in `grammar` have one."""
     ids = [str(row) for row in range(len(temperatures))]
     params = {i: SimpleNamespace(structured_outputs="json" if int(i) in grammar else None) for i in ids}
     batch = SimpleNamespace(
-        req_ids=ids, temperature_cpu=np.array(temperatures, dtype=np.float32), generators=generators or {}
+        req_ids=ids,
+        temperature_cpu=np.array(temperatures, dtype=np.float32),
+        generators=generators or {},
+        no_top_k=True,
+        no_top_p=top_p is None,
+        top_p_cpu_tensor=top_p,
     )
     requests = {i: SimpleNamespace(sampling_params=p) for i, p in params.items()}
-    return SimpleNamespace(input_batch=batch, requests=requests)
+    return SimpleNamespace(input_batch=batch, requests=requests, sampler=SimpleNamespace(topk_topp_sampler=draw_next))
 
 
-def step_of(runner, finished=()):
+def draw_next(logits, generators, top_k, top_p):
+    """As vLLM's TopKTopPSampler: a row of noise from each row's generator."""
+    noise = torch.ones_like(logits)
+    for row, generator in generators.items():
+        noise[row].exponential_(generator=generator)
+    return (logits.softmax(dim=-1) / noise).argmax(dim=-1), None
+
+
+def whole(values, elsewhere):
+    """Drafts are drawn from the target's whole vocabulary."""
+    return values
+
+
+def step_of(runner, finished=(), preempted=None):
     """The step it has just run."""
-    scheduled = SimpleNamespace(finished_req_ids=set(finished), total_num_scheduled_tokens=0)
+    scheduled = SimpleNamespace(
+        finished_req_ids=set(finished), preempted_req_ids=preempted, total_num_scheduled_tokens=0
+    )
     return V1Step(runner, scheduled, [])
 
 
@@ -179,7 +200,7 @@ def test_drafts_are_drawn_from_what_verification_is_told():
     counts = torch.zeros(4, 3)
     for _ in range(num_rounds):
         sampling.begin_round(step_of(runner_of(temperatures, grammar)))
-        drafted = sampling.draw(np.arange(4), logits, np.full(4, 2))
+        drafted = sampling.draw(np.arange(4), logits, np.full(4, 2), whole)
         counts[torch.arange(4), torch.from_numpy(drafted)] += 1
     assert counts[[0, 3], 2].tolist() == [num_rounds] * 2
     told = sampling.proposals(list("0123"), [1, 1, 1, 1], 3)
@@ -193,12 +214,25 @@ def test_drafts_are_drawn_from_what_verification_is_told():
         assert ((counts[row] / num_rounds - q).abs() < 5 * (q * (1 - q) / num_rounds).sqrt()).all()
 
 
+def test_drafts_are_cut_by_top_p_as_the_targets_tokens_are():
+    torch.manual_seed(0)
+    logits, top_p = torch.randn(3, 5_000) * 6, torch.tensor([1.0, 0.5, 0.9])
+    sampling = DraftSampling()
+    sampling.begin_round(step_of(runner_of([1.0, 1.0, 1.0], top_p=top_p)))
+    sampling.draw(np.array([0, 2]), logits[[0, 2]], np.zeros(2, dtype=np.int64), whole)
+    q = torch.from_numpy(sampling.proposals(["0", "2"], [1, 1], 5_000).q)
+    assert torch.allclose(q[0], logits[0].softmax(-1))
+    inside = q[1] > 0
+    mass = logits[2].softmax(-1)[inside]
+    assert 0.9 <= mass.sum() < 0.9 + mass.min() and torch.allclose(q[1, inside], mass / mass.sum())
+
+
 def test_distributions_wait_for_requests_that_the_scheduler_passed_over():
     sampling = DraftSampling()
     steps = [torch.randn(2, 5), torch.randn(1, 5)]
     sampling.begin_round(step_of(runner_of([1.0, 1.0])))
-    sampling.draw(np.array([0, 1]), steps[0], np.zeros(2, dtype=np.int64))
-    sampling.draw(np.array([1]), steps[1], np.zeros(1, dtype=np.int64))
+    sampling.draw(np.array([0, 1]), steps[0], np.zeros(2, dtype=np.int64), whole)
+    sampling.draw(np.array([1]), steps[1], np.zeros(1, dtype=np.int64), whole)
     passed_over = runner_of([1.0])
     passed_over.requests["1"] = passed_over.requests["0"]
     sampling.begin_round(step_of(passed_over))  # "0" has been verified, "1" was not in the batch
@@ -214,19 +248,49 @@ def test_distributions_wait_for_requests_that_the_scheduler_passed_over():
 def test_distributions_of_requests_whose_end_no_round_heard_of_are_forgotten():
     sampling = DraftSampling()
     sampling.begin_round(step_of(runner_of([1.0, 1.0])))
-    sampling.draw(np.array([1]), torch.randn(1, 5), np.zeros(1, dtype=np.int64))
+    sampling.draw(np.array([1]), torch.randn(1, 5), np.zeros(1, dtype=np.int64), whole)
     sampling.begin_round(step_of(runner_of([1.0])))  # "1" is nowhere any more
     assert not len(sampling.proposals(["1"], [1], 5).q)
 
 
-def test_a_seeded_request_draws_from_its_own_generator():
-    drafts = []
-    for noise in (1, 2):
-        torch.manual_seed(noise)
-        sampling, generators = DraftSampling(), {1: torch.Generator().manual_seed(5)}
-        sampling.begin_round(step_of(runner_of([1.0, 1.0], generators=generators)))
-        drafts.append([sampling.draw(np.arange(2), torch.zeros(2, 10**6), np.zeros(2, dtype=int)) for _ in range(3)])
-    first, second = (np.array(draft) for draft in drafts)
-    assert np.array_equal(first[:, 1], second[:, 1])
-    assert len(set(first[:, 1])) == 3
-    assert not np.array_equal(first[:, 0], second[:, 0])
+def test_placeholders_are_certain_whatever_was_drawn_before():
+    """A request that was preempted with three drafts comes back with one token, which vLLM pads by K drafts of -1."""
+    sampling = DraftSampling()
+    sampling.begin_round(step_of(runner_of([1.0, 1.0])))
+    for _ in range(3):
+        sampling.draw(np.arange(2), torch.randn(2, 5), np.zeros(2, dtype=np.int64), whole)
+    told = sampling.proposals(["0", "1"], [16, 3], 5)
+    dense = told.dense([16, 3], [*[-1] * 16, 4, 2, -1])
+    assert dense.shape == (2, 16, 5)
+    assert (dense[0, :, 0] == 1).all() and not dense[0, :, 1:].any()
+    assert np.array_equal(dense[1, :2], told.q[3:5])
+    assert dense[1, 2].tolist() == [1, 0, 0, 0, 0] and not dense[1, 3:].any()
+
+
+def test_a_preempted_request_leaves_nothing_behind():
+    sampling, runner = DraftSampling(), runner_of([1.0, 1.0])
+    sampling.begin_round(step_of(runner))
+    sampling.draw(np.arange(2), torch.randn(2, 5), np.zeros(2, dtype=np.int64), whole)
+    runner.input_batch.req_ids = ["0"]
+    runner.input_batch.temperature_cpu = runner.input_batch.temperature_cpu[:1]
+    sampling.begin_round(step_of(runner, preempted={"1"}))
+    assert not sampling._drawn_from
+
+
+def test_a_seeded_request_drafts_what_its_generator_will_draw():
+    """At its temperature, in every round from where the generator stands, under a grammar too, and it stays there."""
+    logits, generator = torch.randn(3, 50), torch.Generator().manual_seed(5)
+    runner = runner_of([1.0, 0.7, 0.7], grammar=[2], generators={1: generator, 2: torch.Generator().manual_seed(5)})
+    sampling = DraftSampling()
+    for _ in range(3):
+        state = generator.get_state()
+        sampling.begin_round(step_of(runner))
+        drafts = [
+            sampling.draw(np.arange(first, 3), logits[first:], np.zeros(3 - first, dtype=int), whole)
+            for first in (0, 1)
+        ]
+        assert torch.equal(generator.get_state(), state)
+        told = sampling.proposals(list("012"), [1, 2, 2], 50)
+        assert told.first_q.tolist() == [0, -1, -1]
+        expected = [draw_next(logits[[1]] / 0.7, {0: generator}, None, None)[0].item() for _ in drafts]
+        assert [draft[-2] for draft in drafts] == expected

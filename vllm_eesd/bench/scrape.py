@@ -58,8 +58,8 @@ class Figures:
 
     Attributes:
         goodput: generated tokens per second.
-        own: whether EESD's own counters were there. vLLM's count placeholders as drafts, leave rounds without drafts
-            out, and know no times; they are what remains where there are several API servers.
+        own: whether EESD's own counters were there. vLLM's leave rounds without drafts out, and know no times; they are
+            what remains where workers are on other machines.
         acceptance_rate: accepted / drafted.
         acceptance_length: tokens per round; with vLLM's counters prompts' first tokens are rounds too.
         draft_length: drafted tokens per round; with vLLM's counters per round that drafted.

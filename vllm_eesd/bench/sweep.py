@@ -39,20 +39,22 @@ def run(args: argparse.Namespace) -> int:
     source = chosen_file(args)
     texts = read_prompts(source)
     sizes = {"max_tokens": args.max_tokens, "rounds": args.rounds}
+    ends = {"fixed_length": not any(text.messages for text in texts)}
     check_sizes(len(texts), args.batch, **sizes)
     console = open_console()
     results = []
     with reporting(console) as progress:
-        _, prompts, max_model_len = encode_prompts(base.model, texts, args.max_tokens, progress)
+        _, prompts, max_model_len = encode_prompts(base.model, texts, args.max_tokens, progress, args.chat_template)
         with running_engines(["plain"], base, max_model_len, progress) as plain:
             for number, settings in enumerate(chosen, start=1):
                 progress(f"combination {number} of {len(chosen)}")
                 with running_engines(["eesd"], settings, max_model_len, progress) as eesd:
                     for batch in args.batch:
-                        runs = measure({**plain, **eesd}, prompts, batch=batch, progress=progress, **sizes)
+                        both = {**plain, **eesd}
+                        runs = measure(both, prompts, batch=batch, progress=progress, **sizes, **ends)
                         (row,) = [row for row in rows(runs, exact=base.dtype == "float32") if row["method"] == "eesd"]
                         results.append(describe(settings, batch) | row)
-    shared = {"model": base.model, "head": base.head, "dtype": base.dtype, "prompts": str(source), **sizes}
+    shared = {"model": base.model, "head": base.head, "dtype": base.dtype, "prompts": str(source), **sizes, **ends}
     results = [row | shared | provenance() for row in results]
     if args.json:
         write_json(Path(args.json), results)

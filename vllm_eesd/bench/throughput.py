@@ -32,16 +32,20 @@ def run(args: argparse.Namespace) -> int:
     check_sizes(len(texts), [1], max_tokens=args.max_tokens, rounds=args.rounds, requests=args.requests)
     console = open_console()
     with reporting(console) as progress:
-        _, prompts, max_model_len = encode_prompts(settings.model, texts, args.max_tokens, progress)
+        _, prompts, max_model_len = encode_prompts(settings.model, texts, args.max_tokens, progress, args.chat_template)
         requests = [prompts[number % len(prompts)] for number in range(args.requests)]
-        work, results = Work(requests, source, args.max_tokens, args.rounds), []
+        fixed_length = not any(text.messages for text in texts)
+        work = Work(requests, source, args.max_tokens, args.rounds, fixed_length=fixed_length)
+        results: list[dict[str, Any]] = []
         with running_engines(args.methods, settings, max_model_len, progress) as engines:
             for rate in args.rate:
                 results += arrival_rows(engines, settings, work, rate, args.seed, progress)
     if args.json:
         write_json(Path(args.json), results)
     console.print(arrival_table(results))
-    console.print(f"{args.requests} requests of {args.max_tokens} tokens, {settings.dtype}; {results[0]['hardware']}")
+    each = "" if fixed_length else "at most "
+    told = f"{args.requests} requests of {each}{args.max_tokens} tokens, {settings.dtype}; {results[0]['hardware']}"
+    console.print(told)
     return 0
 
 
@@ -59,12 +63,13 @@ def arrival_rows(
         work: a prompt for each request.
         seed: of the arrivals.
     """
-    runs = measure_rate(engines, work.prompts, rate, work.max_tokens, work.rounds, seed, progress)
+    sizes = work.max_tokens, work.rounds
+    runs = measure_rate(engines, work.prompts, rate, *sizes, seed, progress, fixed_length=work.fixed_length)
     shared = {"model": settings.model, "head": settings.head, "dtype": settings.dtype, "policy": settings.policy}
     shared |= {"prompts": str(work.source), "requests": len(work.prompts)}
-    shared |= {"max_tokens": work.max_tokens, "rounds": work.rounds}
-    shared |= {"seed": seed, "temperature": settings.temperature}
-    measured = rows(runs, compared=settings.temperature == 0)
+    shared |= {"max_tokens": work.max_tokens, "rounds": work.rounds, "fixed_length": work.fixed_length}
+    shared |= {"seed": seed, "temperature": settings.temperature, "top_p": settings.top_p}
+    measured = rows(runs, compared=settings.exact)  # elsewhere rounding may change a text, drafts or none
     return [{"rate": rate, **row, **shared, **provenance()} for row in measured]
 
 
@@ -82,22 +87,24 @@ def measure_rate(
     rounds: int,
     seed: int,
     progress: Callable[[str], None] = lambda text: None,
+    fixed_length: bool = True,
 ) -> dict[str, list[list[Served]]]:
     """Return every method's rounds; within a round all methods see the same arrivals, drawn anew for the next.
 
     A warm-up round of half the requests, all at once, stays out.
     """
+    ends = {} if fixed_length else {"ignore_eos": False}
     runs: dict[str, list[list[Served]]] = {method: [] for method in engines}
     for method, engine in engines.items():
         progress(f"{rate:g} requests a second: warming up {method}")
         half = list(requests[: max(1, len(requests) // 2)])
-        engine.serve(half, [0.0] * len(half), max_tokens)
+        engine.serve(half, [0.0] * len(half), max_tokens, **ends)
     for number in range(rounds):
         arrivals = poisson_arrivals(len(requests), rate, seed + number)
         for method in rotated(list(engines), number):
             progress(f"{rate:g} requests a second: round {number + 1} of {rounds}, {method}")
             engines[method].forget_prefixes()
-            runs[method].append(engines[method].serve(list(requests), arrivals, max_tokens))
+            runs[method].append(engines[method].serve(list(requests), arrivals, max_tokens, **ends))
     return runs
 
 

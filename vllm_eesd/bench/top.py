@@ -21,8 +21,9 @@ HISTORY = 60
 SPARKS = "▁▂▃▄▅▆▇█"
 BAR_WIDTH = 24
 VLLM_ONLY = (
-    "EESD's own counters are not at this endpoint (several API servers, or another method): shown are vLLM's. "
-    "They count placeholders as drafts and leave rounds without drafts out; no speedup can be told from them."
+    "EESD's own counters are not at this endpoint (workers on other machines, or another method): shown are vLLM's. "
+    "They leave rounds without drafts out, and of other methods may count placeholders as drafts; no speedup can be "
+    "told from them."
 )
 
 

@@ -49,8 +49,9 @@ def _generated(args: argparse.Namespace, progress: Callable[[str], None]) -> Gen
     if not args.model or not args.prompt:
         raise ValueError("--model and --prompt are needed to generate; allowed: both, or the file of a trace")
     settings = EngineSettings(args.model, args.head, args.dtype, args.num_speculative_tokens, args.policy)
-    snippet = [Prompt(args.prompt)]
-    tokenizer, (prompt,), max_model_len = encode_prompts(settings.model, snippet, args.max_tokens, progress)
+    snippet = [Prompt(args.prompt, is_turn=not args.raw)]
+    encoded = encode_prompts(settings.model, snippet, args.max_tokens, progress, args.chat_template)
+    tokenizer, (prompt,), max_model_len = encoded
     generated, rounds = _generate(settings, prompt, args.max_tokens, max_model_len, progress)
     first, spelled = spell(tokenizer.decode, prompt, generated, rounds)
     title = f"{Path(args.model).name}: {len(generated)} tokens with EESD"

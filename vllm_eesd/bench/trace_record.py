@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
     check_sizes(len(texts), args.batch, max_tokens=args.max_tokens)
     console = open_console()
     with reporting(console) as progress:
-        _, prompts, max_model_len = encode_prompts(settings.model, texts, args.max_tokens, progress)
+        _, prompts, max_model_len = encode_prompts(settings.model, texts, args.max_tokens, progress, args.chat_template)
         with running_engines(["eesd"], settings, max_model_len, progress) as engines:
             engine = engines["eesd"]
             progress("timing steps")

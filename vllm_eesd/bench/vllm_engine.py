@@ -40,48 +40,71 @@ class Served:
 
 
 class VllmEngine:
-    """A `vllm.LLM` as what is measured: generation of exactly `max_tokens` tokens per prompt.
+    """A `vllm.LLM` as what is measured: generation of exactly `max_tokens` tokens per prompt, or to the natural end.
 
     Args:
         llm: the engine.
         drafts: whether EESD runs in it, so that it can be asked for its numbers.
         temperature: of every request, 0 to 2; 0 is greedy.
+        top_p: share of the probability that is sampled from, in (0, 1].
+        sampling: further parameters of every request, of `vllm.SamplingParams`.
     """
 
-    def __init__(self, llm: Any, drafts: bool, temperature: float = 0.0) -> None:
+    def __init__(self, llm: Any, drafts: bool, temperature: float = 0.0, top_p: float = 1.0, **sampling: Any) -> None:
         self._llm = llm
         self._drafts = drafts
         self._temperature = temperature
+        self._top_p = top_p
+        self._sampling = sampling
 
-    def at(self, temperature: float) -> VllmEngine:
-        """Return the same engine, asked to sample at another temperature."""
-        return VllmEngine(self._llm, self._drafts, temperature)
+    def at(self, temperature: float, top_p: float = 1.0, **sampling: Any) -> VllmEngine:
+        """Return the same engine, asked to sample otherwise; with `ignore_eos=False` answers end where they end."""
+        return VllmEngine(self._llm, self._drafts, temperature, top_p, **sampling)
 
     def generate(
-        self, prompts: list[list[int]], max_tokens: Limits, at_once: int | None = None, **params: Any
+        self,
+        prompts: list[list[int]],
+        max_tokens: Limits,
+        at_once: int | None = None,
+        ignore_eos: bool | None = None,
+        **params: Any,
     ) -> list[list[int]]:
         """Return each prompt's new tokens. This call is what the clock sees.
 
         Args:
             max_tokens: of every prompt, or each one's own.
             at_once: requests that run at a time, the next prompt in line begins when one ends; None: all.
+            ignore_eos: whether texts go on after their end, to exactly `max_tokens` tokens; None: as `at` says, or so.
             params: further ones of `vllm.SamplingParams`.
         """
         from vllm.sampling_params import RequestOutputKind
 
         generated: list[list[int]] = [[] for _ in prompts]
-        for step in self._steps(prompts, max_tokens, at_once, output_kind=RequestOutputKind.FINAL_ONLY, **params):
+        params |= {"output_kind": RequestOutputKind.FINAL_ONLY} | _ends(ignore_eos)
+        for step in self._steps(prompts, max_tokens, at_once, **params):
             for index, tokens in step:
                 generated[index] = tokens
         return generated
 
     def stream(
-        self, prompts: list[list[int]], max_tokens: Limits, at_once: int | None = None
+        self, prompts: list[list[int]], max_tokens: Limits, at_once: int | None = None, ignore_eos: bool | None = None
     ) -> Iterator[list[tuple[int, list[int]]]]:
-        """Yield (prompt index, new tokens) of every engine step."""
+        """Yield (prompt index, new tokens) of every engine step; arguments as `generate`'s."""
         from vllm.sampling_params import RequestOutputKind
 
-        return self._steps(prompts, max_tokens, at_once, output_kind=RequestOutputKind.DELTA)
+        given = {"output_kind": RequestOutputKind.DELTA} | _ends(ignore_eos)
+        return self._steps(prompts, max_tokens, at_once, **given)
+
+    def top_two_margins(self, texts: list[list[int]]) -> list[float]:
+        """Return by how much, in log probability, the likeliest next token of each text is ahead of the second."""
+        from vllm import SamplingParams
+        from vllm.inputs import tokens_input
+
+        params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=2)
+        outputs = self._llm.generate([tokens_input(text) for text in texts], params, use_tqdm=False)
+        first_tokens = (output.outputs[0].logprobs[0].values() for output in outputs)
+        found = (sorted((token.logprob for token in tokens), reverse=True) for tokens in first_tokens)
+        return [best - second for best, second, *_ in found]
 
     def _steps(
         self, prompts: list[list[int]], max_tokens: Limits, at_once: int | None, **params: Any
@@ -102,12 +125,15 @@ class VllmEngine:
             begin(sum(output.finished for output in outputs))
             yield [(int(output.request_id), list(output.outputs[0].token_ids)) for output in outputs]
 
-    def serve(self, prompts: list[list[int]], arrivals: list[float], max_tokens: int) -> list[Served]:
-        """Generate exactly `max_tokens` tokens for each prompt, which arrives at its time in seconds."""
+    def serve(
+        self, prompts: list[list[int]], arrivals: list[float], max_tokens: int, ignore_eos: bool | None = None
+    ) -> list[Served]:
+        """Generate tokens, as `generate` does, for each prompt, which arrives at its time in seconds."""
         from vllm.inputs import tokens_input
         from vllm.sampling_params import RequestOutputKind
 
-        engine, params = self._llm.llm_engine, self._params(max_tokens, output_kind=RequestOutputKind.DELTA)
+        given = {"output_kind": RequestOutputKind.DELTA} | _ends(ignore_eos)
+        engine, params = self._llm.llm_engine, self._params(max_tokens, **given)
         served, begun, began = [Served(arrival) for arrival in arrivals], 0, time.perf_counter()
         while begun < len(prompts) or engine.has_unfinished_requests():
             while begun < len(prompts) and arrivals[begun] <= time.perf_counter() - began:
@@ -134,13 +160,13 @@ class VllmEngine:
         """Return the drafter's counters since the reset, None if it keeps none."""
         return self.ask("eesd_stats") if self._drafts else None
 
-    def take_rounds(self) -> list[Mapping[str, Any]]:
-        """Return the drafter's rounds since the last call; the first call starts the recording."""
-        return self.ask("eesd_take_rounds") if self._drafts else []
+    def take_rounds(self, last: bool = False) -> list[Mapping[str, Any]]:
+        """Return the drafter's rounds since the last call; the first call starts the recording, the `last` ends it."""
+        return self.ask("eesd_take_rounds", last) if self._drafts else []
 
-    def ask(self, method: str) -> Any:
+    def ask(self, method: str, *args: Any) -> Any:
         """Return what the first worker answers to a method of `vllm_eesd.host.worker.WorkerExtension`."""
-        return self._llm.collective_rpc(method)[0]
+        return self._llm.collective_rpc(method, args=args)[0]
 
     def close(self) -> None:
         self._llm.llm_engine.engine_core.shutdown()
@@ -148,7 +174,12 @@ class VllmEngine:
     def _params(self, max_tokens: int, **others: Any) -> Any:
         from vllm import SamplingParams
 
-        # In a comparison exactly max_tokens tokens, whatever the method: an early end would shorten the work.
-        return SamplingParams(
-            **{"temperature": self._temperature, "max_tokens": max_tokens, "ignore_eos": True} | others
-        )
+        # By default exactly max_tokens tokens, whatever the method: an early end would shorten the work.
+        given = {"temperature": self._temperature, "max_tokens": max_tokens, "ignore_eos": True}
+        # Greedy requests take no top_p: vLLM would sort the vocabulary for nothing.
+        given |= {"top_p": self._top_p} if self._temperature else {}
+        return SamplingParams(**given | self._sampling | others)
+
+
+def _ends(ignore_eos: bool | None) -> dict[str, bool]:
+    return {} if ignore_eos is None else {"ignore_eos": ignore_eos}

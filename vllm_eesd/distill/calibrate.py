@@ -9,21 +9,28 @@ precedes an accepted draft is not quite distributed as the target's text.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from transformers import AutoTokenizer
 
 from vllm_eesd.config import LONGEST_DRAFT
-from vllm_eesd.distill.data import long_enough
+from vllm_eesd.conversations import read_chat_template
+from vllm_eesd.distill.answers import answer_prompts, answered, ways_of
+from vllm_eesd.distill.data import Corpus, long_enough
 from vllm_eesd.distill.generate import own_held_out
+from vllm_eesd.distill.held_out import answer_window, long_answers
+from vllm_eesd.distill.material import DEFAULT_LONGEST
 from vllm_eesd.distill.metrics import draft_passes
 from vllm_eesd.distill.model import load_head
+from vllm_eesd.distill.progress import progress, telling
 from vllm_eesd.distill.report import check_writable, serve_command, write_json
 from vllm_eesd.distill.target import Target, load_target
-from vllm_eesd.distill.text import check_seq_len, read_text
+from vllm_eesd.distill.text import check_seq_len, read_files
 from vllm_eesd.exit_head.checkpoint import ExitHeadConfig, Prior
 from vllm_eesd.policy import Calibration
 from vllm_eesd.policy.calibration import EDGES, FILE_NAME
@@ -73,20 +80,21 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         check_writable(Path(args.json).parent, FILE_BYTES, "json")
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    target = load_target(args.model, config.exit_layer, device, config.aux_layers)
-    head = load_head(target, args.head)
+    with progress(f"loading {args.model}"):
+        target = load_target(args.model, config.exit_layer, device, config.aux_layers)
+        head = load_head(target, args.head)
     check_seq_len(target.config, args.seq_len)
     if args.seq_len < 2 * LONGEST_DRAFT:
         raise ValueError(f"seq_len is {args.seq_len}, must be at least {2 * LONGEST_DRAFT}")
     if args.windows < 2:
         raise ValueError(f"windows is {args.windows}, must be at least 2: one to fit, one to measure the error on")
-    text = long_enough(read_text(args.model, target.config, args.data, args.seq_len), args.seq_len, "data")
-    windows, prompt_len = own_held_out(target, text, args.windows, args.seq_len)
-    rounds = draft_rounds(target, head, windows, prompt_len - 1)
+    with progress("reading text"):
+        corpus = read_files(args.model, target.config, args.data, args.seq_len, read_chat_template(args.chat_template))
+    rounds = all_rounds(draft_rounds(target, head, *text) for text in own_texts(target, corpus, args))
     before, after = calibration_errors(rounds)
     calibration, prior = count(rounds), fit_prior(rounds)
-    sampled, prompt_len = own_held_out(target, text, args.windows, args.seq_len, DRAWN_TEMPERATURE)
-    count_drawn(calibration, target, head, sampled, prompt_len - 1)
+    for text in own_texts(target, corpus, args, DRAWN_TEMPERATURE):
+        count_drawn(calibration, target, head, *text)
     _write(calibration, Path(args.head) / FILE_NAME)
     config.model_copy(update={"prior": prior}).save(args.head)
     rates, drawn_rates = calibration.position_rates[:, :LONGEST_DRAFT].round(4).tolist()
@@ -110,10 +118,60 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def own_texts(
+    target: Target, corpus: Corpus, args: argparse.Namespace, temperature: float = 0.0
+) -> list[tuple[Tensor, int]]:
+    """Return (windows that the target wrote, where the first round begins): of texts, and of each conversation one.
+
+    Raises:
+        ValueError: there is too little text, or no answer as long as a draft.
+    """
+    texts, count = [], -(-args.windows // 2) if corpus.text and corpus.messages else args.windows
+    if corpus.text:
+        text = long_enough(corpus.text, args.seq_len, "data")
+        windows, prompt_len = own_held_out(target, text, count, args.seq_len, temperature)
+        texts.append((windows, prompt_len - 1))
+    if corpus.messages:
+        tokenizer, template = AutoTokenizer.from_pretrained(args.model), read_chat_template(args.chat_template)
+        longest = (getattr(target.config, "max_position_embeddings", None) or DEFAULT_LONGEST) - args.seq_len
+        prompts = answer_prompts(tokenizer, corpus.messages, count, longest, template)
+        ends = ways_of(args.model, target.config, tokenizer).ends
+        with telling(lambda: f"answering {len(prompts)} user turns at temperature {temperature:g}"):
+            said = answered(target, prompts, args.seq_len, temperature, ends, seed=0)
+        texts += map(answer_window, long_answers(said))
+    if not texts:
+        raise ValueError(f"data: the target answers all with fewer than {LONGEST_DRAFT} tokens; name other files")
+    return texts
+
+
+def all_rounds(parts: Iterable[Rounds]) -> Rounds:
+    """Return the rounds of several texts; windows go on counting."""
+    parts = list(parts)
+    begins = np.cumsum([0, *(part.window.max(initial=-1) + 1 for part in parts[:-1])])
+    return Rounds(
+        np.concatenate([part.confidences for part in parts]),
+        np.concatenate([part.num_accepted for part in parts]),
+        np.concatenate([part.window + begin for part, begin in zip(parts, begins, strict=True)]),
+    )
+
+
 def _write(calibration: Calibration, path: Path) -> None:
     """Write the positions that a draft of training has."""
     state = calibration.state()
     write_json(path, {name: table if name == "edges" else table[:LONGEST_DRAFT] for name, table in state.items()})
+
+
+def _shown_passes(
+    doing: str, target: Target, head: nn.Module, windows: Tensor, first: int
+) -> Iterator[tuple[slice, Tensor, Tensor, int]]:
+    """Yield what `draft_passes` does and show how many windows are done."""
+    begun = 0
+    with progress(doing, len(windows), "windows") as count:
+        for passed in draft_passes(target, head, windows, first):
+            rows = passed[0]
+            count(max(0, rows.start - begun))
+            begun = max(begun, rows.start)
+            yield passed
 
 
 def _shown(rates: list[float]) -> str:
@@ -130,7 +188,7 @@ def draft_rounds(target: Target, head: nn.Module, windows: Tensor, first: int) -
     """
     confidences, accepted, window = [], [], []
     depth = min(LONGEST_DRAFT, windows.shape[1] - first)
-    for rows, target_logits, draft_logits, start in draft_passes(target, head, windows, first):
+    for rows, target_logits, draft_logits, start in _shown_passes("drafting", target, head, windows, first):
         num_rounds = (windows.shape[1] - start) // depth
         drafted = slice(start, start + num_rounds * depth)
         best = draft_logits[:, drafted].softmax(-1).max(-1)
@@ -154,7 +212,7 @@ def count_drawn(calibration: Calibration, target: Target, head: nn.Module, windo
         windows, first: see `draft_rounds`; sampled at `DRAWN_TEMPERATURE`.
     """
     depth = min(LONGEST_DRAFT, windows.shape[1] - first)
-    for _, target_logits, draft_logits, start in draft_passes(target, head, windows, first):
+    for _, target_logits, draft_logits, start in _shown_passes("drawing drafts", target, head, windows, first):
         drafted = slice(start, start + (windows.shape[1] - start) // depth * depth)
         p, q = ((logits[:, drafted] / DRAWN_TEMPERATURE).softmax(-1) for logits in (target_logits, draft_logits))
         reached = torch.minimum(p, q).sum(-1).reshape(-1, depth).clamp(max=1).cumprod(-1)

@@ -6,12 +6,15 @@ import itertools
 import json
 import tempfile
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+
+from vllm_eesd.conversations import FIELDS, Conversation, Message, conversation, is_conversation, parse
 
 # Fields of a JSONL line that hold text, in the order they are looked for.
 TEXT_FIELDS = ("text", "content", "code", "prompt")
@@ -35,19 +38,58 @@ class TokenData:
     Attributes:
         text: per source; windows start anywhere.
         generated: [num_windows, seq_len] text of the target's own, or None; windows are taken whole.
+        conversations: whole documents, or None.
     """
 
     text: list[Tokens]
     generated: np.ndarray | None = None
+    conversations: list[Conversation] | None = None
+
+    @cached_property
+    def sources(self) -> list[Tokens]:
+        """All text, the conversations one after the other as one source of it."""
+        return self.text + as_source(self.conversations or [])
 
     def batch_at(self, step: int, batch: int, seq_len: int, seed: int) -> torch.Tensor:
         """Return [batch, seq_len] int64, depending on the arguments only."""
         rng = np.random.default_rng((seed, step))
-        num_generated = 0 if self.generated is None else round(batch * SELF_SHARE)
-        rows = random_windows(self.text, batch - num_generated, seq_len, rng)
+        share = 0 if self.generated is None else SELF_SHARE if self.sources else 1
+        num_generated = round(batch * share)
+        rows = random_windows(self.sources, batch - num_generated, seq_len, rng) if self.sources else []
         if num_generated:
             rows += [self.generated[i] for i in rng.integers(len(self.generated), size=num_generated)]
         return stacked(rows)
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """What files hold.
+
+    Attributes:
+        text: token ids per source.
+        conversations: in the order of the files.
+        messages: of each conversation.
+    """
+
+    text: list[Tokens]
+    conversations: list[Conversation] = field(default_factory=list)
+    messages: list[list[Message]] = field(default_factory=list)
+
+    @property
+    def sources(self) -> list[Tokens]:
+        """All of it as text."""
+        return self.text + as_source(self.conversations)
+
+    def of(self, chosen: Iterable[int]) -> Corpus:
+        """Return the conversations of these numbers, without the text."""
+        chosen = list(chosen)
+        return Corpus([], [self.conversations[i] for i in chosen], [self.messages[i] for i in chosen])
+
+
+def as_source(conversations: list[Conversation]) -> list[Tokens]:
+    """Return conversations as one source of text, no source where there are none."""
+    ids = [said.ids for said in conversations]
+    return [np.concatenate(ids).astype(np.uint32)] if ids else []
 
 
 def stacked(rows: list[np.ndarray]) -> torch.Tensor:
@@ -76,15 +118,26 @@ def spaced_windows(sources: list[Tokens], count: int, seq_len: int) -> torch.Ten
     return stacked([windows[i] for i in kept])
 
 
-def read_sources(paths: list[Path], tokenizer: Any, vocab_size: int, at_least: int = 1) -> list[Tokens]:
-    """Return the tokens of each file of token ids, then those of all texts, of which short ones are joined.
+def read_sources(
+    paths: list[Path], tokenizer: Any, vocab_size: int, at_least: int = 1, chat_template: str | None = None
+) -> list[Tokens]:
+    """Return all that files hold as sources of text, see `read_corpus`."""
+    return read_corpus(paths, tokenizer, vocab_size, at_least, chat_template).sources
+
+
+def read_corpus(
+    paths: list[Path], tokenizer: Any, vocab_size: int, at_least: int = 1, chat_template: str | None = None
+) -> Corpus:
+    """Return what files hold: the tokens of each file of token ids, those of all texts, of which short ones are joined.
 
     A text ends with the tokenizer's end-of-text token, also where another one follows in the same source.
 
     Args:
-        paths: `.bin` (token ids, uint16 where the vocabulary fits, else uint32), `.jsonl`, or any text file.
+        paths: `.bin` (token ids, uint16 where the vocabulary fits, else uint32), `.jsonl` (texts and conversations), or
+            any text file.
         tokenizer: of the target; may be None where all files are `.bin`.
         at_least: tokens that texts are joined up to.
+        chat_template: that renders conversations; None is the tokenizer's own.
     Raises:
         ValueError: a file is missing, empty, unreadable, or holds ids outside the target's vocabulary.
     """
@@ -96,7 +149,10 @@ def read_sources(paths: list[Path], tokenizer: Any, vocab_size: int, at_least: i
             raise ValueError(f"data: {path}: empty file")
     sources = [_token_ids(path, vocab_size) for path in paths if path.suffix == ".bin"]
     texts = [path for path in paths if path.suffix != ".bin"]
-    return sources + (_tokenised(texts, tokenizer, vocab_size, at_least) if texts else [])
+    if not texts:
+        return Corpus(sources)
+    read = _tokenised(texts, tokenizer, vocab_size, at_least, chat_template)
+    return Corpus(sources + read.text, read.conversations, read.messages)
 
 
 def tokens_to_split(seq_len: int) -> int:
@@ -114,6 +170,28 @@ def split_held_out(sources: list[Tokens], seq_len: int) -> tuple[list[Tokens], l
     kept = [max(seq_len, int(len(tokens) * HELD_OUT_SHARE)) for tokens in sources]
     train = [tokens[:-held_out] for tokens, held_out in zip(sources, kept, strict=True)]
     return train, [tokens[-held_out:] for tokens, held_out in zip(sources, kept, strict=True)]
+
+
+def split_conversations(corpus: Corpus, seq_len: int) -> tuple[Corpus, Corpus]:
+    """Return (training, held-out) conversations, HELD_OUT_SHARE of them held out, evenly spaced, a window at least.
+
+    Raises:
+        ValueError: there are too few for a training and a held-out window.
+    """
+    lengths = np.array([len(said.ids) for said in corpus.conversations])
+    for count in range(max(1, round(HELD_OUT_SHARE * len(lengths))), len(lengths)):
+        held_out = np.linspace(0, len(lengths) - 1, count + 2)[1:-1].round().astype(int)
+        if lengths[held_out].sum() >= seq_len:
+            break
+    else:
+        held_out = np.array([], dtype=int)
+    training = np.setdiff1d(np.arange(len(lengths)), held_out)
+    if not len(held_out) or lengths[training].sum() < seq_len:
+        raise ValueError(
+            f"data: all conversations together: {lengths.sum()} tokens in {len(lengths)}, too few for a training and a "
+            f"held-out window of {seq_len} (seq_len)"
+        )
+    return corpus.of(training), corpus.of(held_out)
 
 
 def long_enough(sources: list[Tokens], needed: int, field: str, meaning: str = "seq_len") -> list[Tokens]:
@@ -155,15 +233,29 @@ def _check_range(path: Path, largest: int, vocab_size: int) -> None:
         raise ValueError(f"data: {path}: token id {largest}, the target's vocabulary has {vocab_size}")
 
 
-def _tokenised(paths: list[Path], tokenizer: Any, vocab_size: int, at_least: int) -> list[Tokens]:
-    """Return the ids of all texts, joined as `joined` does."""
+def _tokenised(paths: list[Path], tokenizer: Any, vocab_size: int, at_least: int, chat_template: str | None) -> Corpus:
+    """Return the ids of all texts, joined as `joined` does, and all conversations."""
     end_of_text = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    conversations: list[Conversation] = []
+    messages: list[list[Message]] = []
 
     def token_ids(path: Path) -> Iterator[list[int]]:
-        for text, is_end in _texts(path):
-            yield tokenizer(text, add_special_tokens=False)["input_ids"] + (end_of_text if is_end else [])
+        for text, place in _texts(path):
+            if isinstance(text, str):
+                yield tokenizer(text, add_special_tokens=False)["input_ids"] + (end_of_text if place else [])
+                continue
+            try:
+                said = conversation(tokenizer, text, chat_template)
+            except ValueError as error:
+                raise ValueError(f"{place}: {error}") from None
+            _check_range(path, int(said.ids.max(initial=0)), vocab_size)
+            conversations.append(said)
+            messages.append(text)
 
-    return joined([(path, token_ids(path)) for path in paths], vocab_size, at_least)
+    text = joined([(path, token_ids(path)) for path in paths], vocab_size, at_least)
+    if conversations:
+        text = [tokens for tokens in text if len(tokens)]
+    return Corpus(text, conversations, messages)
 
 
 def joined(sources: Iterable[tuple[Path, Iterable[list[int]]]], vocab_size: int, at_least: int) -> list[Tokens]:
@@ -210,28 +302,33 @@ def _pieces(path: Path) -> Iterator[list[str]]:
         raise ValueError(f"data: {path}: cannot be read ({error.strerror})") from None
 
 
-def _texts(path: Path) -> Iterator[tuple[str, bool]]:
-    """Yield (some text of a file, whether a text ends there)."""
+def _texts(path: Path) -> Iterator[tuple[str | list[Message], str]]:
+    """Yield (some text of a file, or the messages of a conversation; where it is if a text ends there, else "")."""
     if path.suffix == ".jsonl":
         yield from _jsonl_texts(path)
         return
     for lines in _pieces(path):
-        yield "".join(lines), False
-    yield "", True
+        yield "".join(lines), ""
+    yield "", str(path)
 
 
-def _jsonl_texts(path: Path) -> Iterator[tuple[str, bool]]:
+def _jsonl_texts(path: Path) -> Iterator[tuple[str | list[Message], str]]:
     for number, line in enumerate(itertools.chain.from_iterable(_pieces(path)), start=1):
         if not line.strip():
             continue
+        place = f"data: {path}, line {number}"
         try:
             row = json.loads(line)
         except (ValueError, RecursionError):  # ValueError: also a number of too many digits
-            raise ValueError(f"data: {path}, line {number}: not JSON") from None
+            raise ValueError(f"{place}: not JSON") from None
+        if is_conversation(row):
+            yield parse(row, place), place
+            continue
         fields = row if isinstance(row, dict) else {}
         texts = [fields[name] for name in TEXT_FIELDS if isinstance(fields.get(name), str)]
         if not texts:
             raise ValueError(
-                f"data: {path}, line {number}: no text; one of {', '.join(TEXT_FIELDS)} must hold a string"
+                f"{place}: no text; one of {', '.join(TEXT_FIELDS)} must hold a string, or one of {', '.join(FIELDS)} "
+                "a conversation"
             )
-        yield texts[0], True
+        yield texts[0], place

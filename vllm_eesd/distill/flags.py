@@ -6,15 +6,29 @@ import argparse
 from typing import Any, Literal, get_origin
 
 from vllm_eesd.distill.config import DEFAULT_HEAD_LAYERS, DistillConfig
-from vllm_eesd.flags import choices, default, exit_layer, layer, positive, positive_real, thousands
+from vllm_eesd.flags import (
+    chat_template,
+    choices,
+    default,
+    draft_vocab,
+    exit_layer,
+    layer,
+    natural,
+    positive,
+    positive_real,
+)
 
 
 def probe(parser: argparse.ArgumentParser) -> None:
     """Flags of `vllm_eesd.distill.probe`."""
     parser.add_argument("model", metavar="MODEL", help="target: a directory or a Hub id")
     parser.add_argument(
-        "--text", nargs="+", metavar="FILE", help="text, .jsonl or .bin to measure on; default: the target's own"
+        "--text",
+        nargs="+",
+        metavar="FILE",
+        help="text, .jsonl (text or messages) or .bin; default: the target's own",
     )
+    chat_template(parser)
     parser.add_argument("--windows", type=positive, default=16, metavar="W", help="sequences measured on (default 16)")
     parser.add_argument("--seq-len", type=positive, default=256, metavar="T", help="tokens a sequence (default 256)")
     parser.add_argument(
@@ -36,6 +50,11 @@ def distill(parser: argparse.ArgumentParser) -> None:
     _setting(parser, "from_trace", nargs="+", metavar="TRACE")
     _setting(parser, "held_out", nargs="+", metavar="FILE")
     _setting(parser, "self_generate", type=positive, metavar="W")
+    _setting(parser, "regenerate")
+    _setting(parser, "answer_tokens", type=positive, metavar="A")
+    _setting(parser, "turns", type=positive, metavar="N")
+    _setting(parser, "chat_template", metavar="FILE")
+    _setting(parser, "train_on")
     _setting(parser, "temperature", type=float, nargs="+", metavar="T")
     _setting(parser, "generator")
     parser.add_argument("-o", "--output", required=True, metavar="HEAD", help=_described("output"))
@@ -51,7 +70,8 @@ def distill(parser: argparse.ArgumentParser) -> None:
     _setting(parser, "head_type")
     _setting(parser, "head_layers", type=positive, metavar="M")
     _setting(parser, "aux_layers", type=layer, nargs="*", metavar="A")
-    _setting(parser, "draft_vocab", type=thousands, metavar="V")
+    _setting(parser, "draft_vocab", type=draft_vocab, metavar="auto|all|V")
+    _setting(parser, "keep_states", type=natural, metavar="G")
     _setting(parser, "accumulate", type=positive, metavar="A")
     _setting(parser, "seed", type=int)
     _setting(parser, "compile")
@@ -85,8 +105,13 @@ def calibrate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="target: a directory or a Hub id")
     parser.add_argument("head", metavar="HEAD", help="exit head of that target; gets calibration.json and a prior")
     parser.add_argument(
-        "--data", nargs="+", required=True, metavar="FILE", help="held-out text, .jsonl or .bin: not what it trained on"
+        "--data",
+        nargs="+",
+        required=True,
+        metavar="FILE",
+        help="held-out text, .jsonl (text or messages), .bin: not what it trained on",
     )
+    chat_template(parser)
     parser.add_argument("--windows", type=positive, default=64, metavar="W", help="sequences (default 64)")
     parser.add_argument(
         "--seq-len", type=positive, default=256, metavar="T", help="tokens a sequence, a quarter read (default 256)"

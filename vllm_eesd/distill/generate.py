@@ -7,6 +7,7 @@ import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -140,18 +141,41 @@ class OwnText:
 
 
 def sampled_through_vllm(wanted: str, model: str, text: list[Tokens], own: OwnText) -> bool:
-    """Make the windows through vLLM, in a process of its own, and return whether they were.
+    """Make the windows through vLLM, in a process of its own, and return whether they were; see `through_vllm`."""
+    made = Made(own.generator, own.check, lambda: own.is_complete, own.seq_len)
+    return through_vllm(wanted, model, made, lambda sampler: own.make(text, "vllm", sampler.continue_windows))
+
+
+class Made(NamedTuple):
+    """What is made of the target's own.
+
+    Attributes:
+        generator: what made that which is there, None if nothing is.
+        check: refuses what was made with other settings or by another generator than it is given.
+        is_complete: whether all is there.
+        seq_len: the longest sequence.
+    """
+
+    generator: str | None
+    check: Callable[[str], None]
+    is_complete: Callable[[], bool]
+    seq_len: int
+
+
+def through_vllm(wanted: str, model: str, own: Made, make: Callable[[VllmSampler], None]) -> bool:
+    """Make something through vLLM, in a process of its own, and return whether it was.
 
     Args:
-        wanted: "vllm", "transformers", or "auto": vLLM where it can serve the target. Windows begun by one are not
+        wanted: "vllm", "transformers", or "auto": vLLM where it can serve the target. What was begun by one is not
             finished by the other.
+        make: makes what is missing.
     Raises:
-        ValueError: vLLM is wanted, or has begun, and cannot; or windows were made with other settings.
+        ValueError: vLLM is wanted, or has begun, and cannot; or something was made with other settings.
     """
     if wanted == "transformers" or wanted == "auto" and own.generator == "transformers":
         return False
     own.check("vllm")
-    if own.is_complete and own.generator == "vllm":
+    if own.generator == "vllm" and own.is_complete():
         return True
     try:
         sampler = VllmSampler(model, own.seq_len)
@@ -161,7 +185,7 @@ def sampled_through_vllm(wanted: str, model: str, text: list[Tokens], own: OwnTe
         print(f"transformers samples, because vLLM cannot: {error}", flush=True)
         return False
     with contextlib.closing(sampler):
-        own.make(text, "vllm", sampler.continue_windows)
+        make(sampler)
     return True
 
 

@@ -7,6 +7,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
+from vllm_eesd.distill.precision import uses_bfloat16
+
 MOMENTUM = 0.95
 #: Of x -> a x + b x^3 + c x^5 on the singular values; so many times brings all of them near 1.
 COEFFICIENTS, ITERATIONS = (3.4445, -4.775, 2.0315), 5
@@ -45,11 +47,6 @@ class Muon(torch.optim.Optimizer):
                 update = orthogonal(gradient.lerp(momentum, MOMENTUM), dtype)
                 parameter.mul_(1 - group["lr"] * group["weight_decay"])
                 parameter.sub_(update, alpha=group["lr"] * RMS_OF_ADAMW * max(parameter.shape) ** 0.5)
-
-
-def uses_bfloat16(device: str) -> bool:
-    """Return whether bfloat16 is faster there: on GPUs, and on CPUs that multiply it in hardware."""
-    return device == "cuda" or torch.cpu._is_avx512_bf16_supported()
 
 
 def orthogonal(matrix: Tensor, dtype: torch.dtype) -> Tensor:

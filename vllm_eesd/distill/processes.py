@@ -7,10 +7,11 @@ import contextlib
 import datetime
 import os
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -62,7 +63,7 @@ def is_first() -> bool:
     return rank() == 0
 
 
-def agree(value: float | str) -> float | str:
+def agree(value: Any) -> Any:
     """Return the first process's value, in all of them."""
     values = [value]
     if count() > 1:
@@ -99,11 +100,6 @@ def average(loss: float, parameters: Iterable[nn.Parameter]) -> float:
         dist.all_reduce(values)
         values /= count()
     return losses.item()
-
-
-def share_of(batch: Tensor, rank: int, num_processes: int) -> Tensor:
-    """Return one process's rows of a batch that every process has."""
-    return batch[rank::num_processes]
 
 
 def shard_layers(target: Target, device: str) -> tuple[int, int]:

@@ -12,38 +12,36 @@ from typing import Any
 
 import torch
 from pydantic import ValidationError
-from torch import Tensor, nn
+from torch import nn
 from tqdm import tqdm
 
 from vllm_eesd.distill import processes
+from vllm_eesd.distill.answers import answer
 from vllm_eesd.distill.config import DEFAULT_HEAD_LAYERS, DistillConfig
-from vllm_eesd.distill.data import TokenData, long_enough, spaced_windows, split_held_out, tokens_to_split
-from vllm_eesd.distill.generate import OwnText, continue_windows, own_held_out, sampled_through_vllm
+from vllm_eesd.distill.data import TokenData, as_source, long_enough, spaced_windows
+from vllm_eesd.distill.generate import OwnText, continue_windows, sampled_through_vllm, through_vllm
+from vllm_eesd.distill.held_out import HeldOut, few, held_out_of, measure, preferred
 from vllm_eesd.distill.loading import saved_dtype
-from vllm_eesd.distill.metrics import evaluate
+from vllm_eesd.distill.material import Material, OwnTalks, check_answers, read_material
+from vllm_eesd.distill.measuring import WATCHED_WINDOWS, num_windows, seconds_a_window
 from vllm_eesd.distill.model import head_config, new_head
+from vllm_eesd.distill.precision import uses_bfloat16
 from vllm_eesd.distill.probe import best_exit_layer, probe
-from vllm_eesd.distill.report import check_writable, command, serve_command, write_json
+from vllm_eesd.distill.progress import progress
+from vllm_eesd.distill.report import as_typed, check_writable, command, serve_command, write_json
 from vllm_eesd.distill.target import Target, default_aux_layers, default_init, load_target
-from vllm_eesd.distill.text import check_seq_len, measuring_windows, read_text, read_traces
+from vllm_eesd.distill.text import measuring_windows
 from vllm_eesd.distill.train import train
 from vllm_eesd.distill.training_record import record_of
 from vllm_eesd.distill.vocabulary import check_size, end_tokens, most_frequent, restrict, token_shares
+from vllm_eesd.distill.vocabulary_choice import chosen_vocabulary
 from vllm_eesd.exit_head.checkpoint import TRAINING_NAME, ExitHeadConfig, Prior, write_head
 from vllm_eesd.exit_head.config import one_line
 
-# Windows measured on; 64 x 512 tokens give the agreement to about 0.3 percentage points.
-HELD_OUT_WINDOWS = 64
-# Of those, what is measured again and again during training.
-WATCHED_WINDOWS = 4
 # What `--exit-layer auto` looks at: `eesd probe`'s own defaults.
 PROBE_WINDOWS, PROBE_SEQ_LEN = 16, 256
 # Ten observations: a sensible first draft length, soon outweighed by what a request itself shows.
 PRIOR_OBSERVATIONS = 10
-
-
-# Name of a text -> (windows, first position measured).
-HeldOut = dict[str, tuple[Tensor, int]]
 
 
 def run(args: argparse.Namespace) -> int:
@@ -62,12 +60,13 @@ def run(args: argparse.Namespace) -> int:
             if config.tensorboard:
                 _open_tensorboard(config.tensorboard).close()
         exit_layer = processes.agree(_exit_layer(config) if processes.is_first() else 0)
-        target = load_target(config.model, exit_layer, "cpu")
+        with _progress(f"loading {config.model}"):
+            target = load_target(config.model, exit_layer, "cpu")
         target.aux_layers = _aux_layers(config, target)
         decided = {"head_layers": _head_layers(config, target), "init": config.init or default_init(target)}
         config = config.model_copy(update=decided)
-        if config.draft_vocab is not None:
-            check_size(config.draft_vocab, target.config.vocab_size)
+        if config.draft_vocab_size is not None:
+            check_size(config.draft_vocab_size, target.config.vocab_size)
         _head_config(config, target, Prior())  # refuses what could not be written in the end
         head = new_head(target, config.init, config.head_type, config.head_layers)
         if processes.is_first():
@@ -80,23 +79,28 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _distill(config: DistillConfig, target: Target, head: nn.Module, work: Path, device: str) -> None:
-    text, held_out_text = _read_text(config, target)
-    _say(f"text: {sum(map(len, text))} tokens to train on, {sum(map(len, held_out_text))} held out")
-    own = OwnText(work, target, config.self_generate, config.seq_len, config.temperature, config.seed)
-    # Before the target takes its place: two of them would have to fit there.
-    through_vllm = bool(own.count) and processes.agree(
-        processes.is_first() and sampled_through_vllm(config.generator, config.model, text, own)
-    )
-    _place(config, target, head, device)
+    with _progress("reading text"):
+        material = read_material(config, target)
+    own_talks = None
+    if config.regenerate or config.asks_itself:
+        own_talks = OwnTalks(config, target, work, material.talks)
+    else:
+        check_answers(config, material.talks.conversations)
+    _say(material.described())
     # What is spread over all of them only all of them can run: to write text, or to measure.
     runs_target = processes.is_first() or config.shard_target
-    if own.count and runs_target and not through_vllm:
-        own.make(text, "transformers", partial(continue_windows, target), together=config.shard_target)
-    processes.wait()
-    data = TokenData(text, own.windows() if own.count else None)
-    if config.draft_vocab is not None:
-        _restrict(target, head, data, config.draft_vocab)
-    held_out = _held_out(config, target, held_out_text) if runs_target else {}
+    data = _training_data(config, target, head, material, own_talks, work, device)
+    windows = spaced_windows(data.sources, WATCHED_WINDOWS, config.seq_len)
+    size, why = chosen_vocabulary(config, target, data, windows, work)
+    config = config.model_copy(update={"draft_vocab": size})
+    if why:
+        _say(why)
+    if config.draft_vocab_size is not None:
+        _restrict(target, head, data, config.draft_vocab_size)
+    held_out: HeldOut = {}
+    if runs_target:
+        count = num_windows(config, partial(seconds_a_window, config, target, head, windows))
+        held_out = held_out_of(config, target, material, own_talks, count)
     before = _measure(target, head, held_out)
     _say(_describe("before", before))
     with _watch(config, target, head, held_out) as on_step:
@@ -107,9 +111,47 @@ def _distill(config: DistillConfig, target: Target, head: nn.Module, work: Path,
     after = _measure(target, head, held_out)
     if processes.is_first():
         record |= {"before": before, "after": after}
-        kinds = {"text": text, "held_out": held_out_text, "own": list(data.generated if own.count else ())}
+        own = list(data.generated) if data.generated is not None else []
+        kinds = {"text": data.text, "held_out": material.held_out, "own": own}
+        kinds |= {"conversations": [said.ids for said in data.conversations]} if data.conversations else {}
         _write(config, target, head, record, record_of(config, kinds, record))
     processes.wait()
+
+
+def _training_data(
+    config: DistillConfig,
+    target: Target,
+    head: nn.Module,
+    material: Material,
+    own_talks: OwnTalks | None,
+    work: Path,
+    device: str,
+) -> TokenData:
+    """Return what is trained on, what the target writes of it included; from then on the target is in its place."""
+    sources = material.text + as_source(material.talks.conversations)
+    own = OwnText(work, target, config.self_generate, config.seq_len, config.temperature or [1.0], config.seed)
+    missing = []
+    # Through vLLM before the target takes its place: two of them would have to fit there.
+    if own_talks is not None and not processes.agree(processes.is_first() and _talked_through_vllm(config, own_talks)):
+        missing.append(partial(own_talks.make, "transformers", partial(answer, target)))
+    if own.count and not processes.agree(
+        processes.is_first() and sampled_through_vllm(config.generator, config.model, sources, own)
+    ):
+        missing.append(partial(own.make, sources, "transformers", partial(continue_windows, target)))
+    _place(config, target, head, device)
+    if processes.is_first() or config.shard_target:
+        for make in missing:
+            make(together=config.shard_target)
+    processes.wait()
+    conversations = own_talks.conversations() if own_talks else material.talks.conversations
+    long_enough(as_source(conversations), config.seq_len, "data")
+    return TokenData(material.text, own.windows() if own.count else None, conversations or None)
+
+
+def _talked_through_vllm(config: DistillConfig, own_talks: OwnTalks) -> bool:
+    return through_vllm(
+        config.generator, config.model, own_talks.made, lambda sampler: own_talks.make("vllm", sampler.answer)
+    )
 
 
 def _say(line: str) -> None:
@@ -117,11 +159,18 @@ def _say(line: str) -> None:
         print(line, flush=True)
 
 
+def _progress(doing: str) -> contextlib.AbstractContextManager:
+    """Return `progress` of the first process, which alone says how far it is."""
+    return progress(doing) if processes.is_first() else contextlib.nullcontext()
+
+
 def _place(config: DistillConfig, target: Target, head: nn.Module, device: str) -> None:
     """Move the target, or this process's share of it, and the head to where they are run."""
     if config.shard_target:
         held, whole = processes.shard_layers(target, device)
         _say(f"{processes.count()} processes share the target: {held} of {whole} parameters each")
+    if not config.shard_target and uses_bfloat16(device) and saved_dtype(config.model) == torch.bfloat16:
+        target.to(torch.bfloat16)  # as it is served: half the memory, and no weight is cast in every step
     target.to(device)
     head.to(device)
 
@@ -139,7 +188,7 @@ def _write(config: DistillConfig, target: Target, head: nn.Module, outcome: dict
     """Write the head in the target's dtype and how it came to be, and say what comes next."""
     after, dtype = outcome["after"], saved_dtype(config.model)
     print(_describe("after", after), flush=True)
-    agreement = after.get("greedy", after["text"])["agreement"]
+    agreement = preferred(after)["agreement"]
     alpha = min(max(agreement, 0.05), 0.95) * PRIOR_OBSERVATIONS
     prior = Prior(alpha=round(alpha, 3), beta=round(PRIOR_OBSERVATIONS - alpha, 3))
     tensors = {name: t.to(dtype) if t.is_floating_point() else t for name, t in head.state_dict().items()}
@@ -150,7 +199,9 @@ def _write(config: DistillConfig, target: Target, head: nn.Module, outcome: dict
         known = {"head": config.output, "exit_layer": target.exit_layer, "next": following}
         write_json(config.json_, outcome | known)
     print(f"wrote {config.output}; {outcome['tokens']} tokens in {outcome['minutes']:.1f} minutes")
-    calibrate = command("eesd", "calibrate", config.model, config.output, "--data", *config.held_out or ["HELD_OUT"])
+    template = ["--chat-template", config.chat_template] if config.chat_template else []
+    held_out = as_typed(config.held_out or ["HELD_OUT"])
+    calibrate = command("eesd", "calibrate", config.model, config.output, "--data", *held_out, *template)
     print(f"to tell the policy what its confidences mean, given text it was not trained on: {calibrate}")
     print(f"next: {following}")
 
@@ -159,8 +210,10 @@ def _exit_layer(config: DistillConfig) -> int:
     """Return N; `auto` takes the layer that `eesd probe` expects most of."""
     if config.exit_layer != "auto":
         return config.exit_layer
-    target = load_target(config.model, 1, "cpu")
-    windows = measuring_windows(target, config.model, None, PROBE_WINDOWS, min(PROBE_SEQ_LEN, config.seq_len))
+    with progress(f"loading {config.model}"):
+        target = load_target(config.model, 1, "cpu")
+    with progress("the target writes text to choose the exit layer on"):
+        windows = measuring_windows(target, config.model, None, PROBE_WINDOWS, min(PROBE_SEQ_LEN, config.seq_len))
     results, _ = probe(target, windows, _head_layers(config, target))
     exit_layer = best_exit_layer(results)
     print(f"exit layer {exit_layer} of {target.config.num_hidden_layers}, chosen as `eesd probe` does", flush=True)
@@ -204,15 +257,14 @@ def _watch(
     if not held_out:
         yield None
         return
-    windows, first = held_out.get("greedy", held_out["text"])
-    few = windows[:WATCHED_WINDOWS]
+    watched = few(preferred(held_out), WATCHED_WINDOWS)
     board = processes.is_first() and config.tensorboard
     with _open_tensorboard(board) if board else contextlib.nullcontext() as writer:
 
         def on_step(step: int, loss: float) -> None:
             measured = {"loss": loss}
             if step % config.measure_every == 0:
-                expected = 1 + evaluate(target, head, few, first)["expected_matches"]
+                expected = 1 + measure(target, head, watched)["expected_matches"]
                 measured["held_out_tokens_per_round"] = expected
                 if processes.is_first():
                     tqdm.write(f"step {step}: loss {loss:.4f}, {expected:.2f} tokens per round expected, held out")
@@ -250,7 +302,7 @@ def _head_config(config: DistillConfig, target: Target, prior: Prior) -> ExitHea
     Raises:
         ValueError: no head can be so.
     """
-    size = config.draft_vocab
+    size = config.draft_vocab_size
     try:
         return head_config(target, config.model, config.head_type, prior, size, config.head_layers)
     except ValidationError as error:
@@ -267,31 +319,9 @@ def _check_output(output: Path, model: str) -> None:
         )
 
 
-def _read_text(config: DistillConfig, target: Target) -> tuple[list, list]:
-    """Return the tokens to train on and those held out."""
-    seq_len = config.seq_len
-    check_seq_len(target.config, seq_len)
-    at_least = seq_len if config.held_out else tokens_to_split(seq_len)
-    text = read_text(config.model, target.config, config.data, at_least) if config.data else []
-    text += read_traces(target.config, config.from_trace, at_least) if config.from_trace else []
-    if not config.held_out:
-        return split_held_out(text, seq_len)
-    held_out = read_text(config.model, target.config, config.held_out, seq_len)
-    return long_enough(text, seq_len, "data"), long_enough(held_out, seq_len, "held_out")
-
-
-def _held_out(config: DistillConfig, target: Target, text: list) -> HeldOut:
-    """Return what is measured on: text, and the target's greedy text if asked for or trained on."""
-    held_out = {"text": (spaced_windows(text, HELD_OUT_WINDOWS, config.seq_len), 0)}
-    if config.self_generate or config.measure_greedy:
-        windows, first = own_held_out(target, text, HELD_OUT_WINDOWS, config.seq_len)
-        # The last prompt position is the first whose next token the target chose.
-        held_out["greedy"] = (windows, first - 1)
-    return held_out
-
-
 def _measure(target: Target, head: nn.Module, held_out: HeldOut) -> dict[str, dict[str, Any]]:
-    return {name: evaluate(target, head, windows, first) for name, (windows, first) in held_out.items()}
+    with _progress("measuring on held-out text"):
+        return {name: measure(target, head, measured_on) for name, measured_on in held_out.items()}
 
 
 def _describe(when: str, measured: dict[str, dict[str, Any]]) -> str:

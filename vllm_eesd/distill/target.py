@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,6 +14,9 @@ from vllm_eesd.distill.loading import decompression, fold_logits_scaling, read_c
 
 # Cosine and sine of each position, [1, seq_len, head_dim] each.
 Rotary = tuple[Tensor, Tensor]
+
+# Numbers of a tensor that a target is told from others by.
+SAMPLED = 1024
 
 
 class Target(nn.Module):
@@ -29,10 +33,14 @@ class Target(nn.Module):
     def lm_head(self) -> nn.Linear:
         return self.model.lm_head
 
-    @property
+    @functools.cached_property
     def fingerprint(self) -> float:
-        """A number that another target's weights do not have."""
-        return round(self.model.model.norm.weight.double().sum().item(), 6)
+        """A number that another target's weights do not have: of some numbers of every tensor, each by its place.
+
+        Asked before a target is spread over several processes.
+        """
+        some = (p.detach().flatten()[:: max(1, p.numel() // SAMPLED)].double().sum() for p in self.model.parameters())
+        return round(sum(place * total.item() for place, total in enumerate(some, start=1)), 6)
 
     def forward(self, ids: Tensor) -> tuple[Tensor, Tensor, Rotary]:
         """Return (`exit_states`, normed output, rotary cos and sin).
@@ -63,8 +71,16 @@ class Target(nn.Module):
         decoder = self.model.model
         hidden = decoder.embed_tokens(ids) * getattr(decoder, "embedding_multiplier", 1.0)  # Granite has one
         positions = torch.arange(ids.shape[1], device=ids.device)[None]
-        rotary = decoder.rotary_emb(hidden, position_ids=positions)
-        return hidden, {"attention_mask": None, "position_ids": positions, "position_embeddings": rotary}
+        return hidden, {
+            "attention_mask": None,
+            "position_ids": positions,
+            "position_embeddings": self.rotary(hidden),
+        }
+
+    def rotary(self, hidden: Tensor) -> Rotary:
+        """Return cosine and sine of the positions of [num_windows, seq_len, hidden_size], in its dtype."""
+        positions = torch.arange(hidden.shape[1], device=hidden.device)[None]
+        return self.model.model.rotary_emb(hidden, position_ids=positions)
 
     def layer_inputs(self, ids: Tensor) -> list[Tensor]:
         """Return what enters each layer and, last, what leaves the last one: L + 1 hidden states, none normed."""

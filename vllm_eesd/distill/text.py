@@ -12,7 +12,7 @@ from huggingface_hub import snapshot_download
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from vllm_eesd.distill.data import Tokens, joined, long_enough, read_sources, spaced_windows
+from vllm_eesd.distill.data import Corpus, Tokens, joined, long_enough, read_corpus, spaced_windows
 from vllm_eesd.distill.generate import BATCH, continue_windows
 from vllm_eesd.distill.target import Target
 from vllm_eesd.distill.vocabulary import end_tokens
@@ -65,19 +65,29 @@ def text_files(name: str | os.PathLike) -> list[Path]:
     return files
 
 
-def read_text(model: str, config: Any, names: Sequence[str | os.PathLike], at_least: int) -> list[Tokens]:
-    """Return the files' token ids; the target's tokenizer is loaded only where a file is not token ids already.
+def read_text(
+    model: str, config: Any, names: Sequence[str | os.PathLike], at_least: int, chat_template: str | None = None
+) -> list[Tokens]:
+    """Return what the files hold as sources of text, see `read_files`."""
+    return read_files(model, config, names, at_least, chat_template).sources
+
+
+def read_files(
+    model: str, config: Any, names: Sequence[str | os.PathLike], at_least: int, chat_template: str | None = None
+) -> Corpus:
+    """Return what the files hold; the target's tokenizer is loaded only where a file is not token ids already.
 
     Args:
         names: files, directories or data sets of the Hub.
-        at_least: tokens that texts are joined up to, see `read_sources`.
+        at_least: tokens that texts are joined up to, see `read_corpus`.
+        chat_template: that renders conversations; None is the tokenizer's own.
     Raises:
-        ValueError: a file cannot be used, see `read_sources`.
+        ValueError: a file cannot be used, see `read_corpus`.
     """
     paths = [path for name in names for path in text_files(name)]
     needs_tokenizer = any(path.suffix != ".bin" for path in paths)
     tokenizer = AutoTokenizer.from_pretrained(model) if needs_tokenizer else None
-    return read_sources(paths, tokenizer, config.vocab_size, at_least)
+    return read_corpus(paths, tokenizer, config.vocab_size, at_least, chat_template)
 
 
 def read_traces(config: Any, paths: Sequence[str | os.PathLike], at_least: int) -> list[Tokens]:
@@ -116,7 +126,12 @@ def _traced_texts(path: str | os.PathLike) -> list[list[int]]:
 
 
 def measuring_windows(
-    target: Target, model: str, paths: Sequence[str | os.PathLike] | None, count: int, seq_len: int
+    target: Target,
+    model: str,
+    paths: Sequence[str | os.PathLike] | None,
+    count: int,
+    seq_len: int,
+    chat_template: str | None = None,
 ) -> Tensor:
     """Return windows to measure on, at most [count, seq_len] int64: of the files, else what the target writes itself.
 
@@ -125,7 +140,7 @@ def measuring_windows(
     """
     check_seq_len(target.config, seq_len)
     if paths:
-        text = read_text(model, target.config, paths, at_least=seq_len)
+        text = read_text(model, target.config, paths, seq_len, chat_template)
         return spaced_windows(long_enough(text, seq_len, "text"), count, seq_len)
     return own_text(target, count, seq_len)
 

@@ -20,10 +20,16 @@ from vllm_eesd.distill import processes
 from vllm_eesd.distill.config import TrainConfig
 from vllm_eesd.distill.data import TokenData
 from vllm_eesd.distill.losses import build_loss, distillation_loss
-from vllm_eesd.distill.muon import Muon, uses_bfloat16
-from vllm_eesd.distill.target import Target
+from vllm_eesd.distill.muon import Muon
+from vllm_eesd.distill.precision import autocast, uses_bfloat16
+from vllm_eesd.distill.rows import Batch, Batches
+from vllm_eesd.distill.states import KeptStates, fits, kept_bytes
+from vllm_eesd.distill.target import Rotary, Target
 from vllm_eesd.distill.vocabulary import draft_token_ids
 from vllm_eesd.files import replacing
+
+# Of a batch: (exit states, normed output, rotary), see `Target.forward`.
+StatesOf = Callable[[Batch], tuple[Tensor, Tensor, Rotary]]
 
 # A warm start needs only a short warm-up: it keeps the first, badly scaled steps small.
 WARMUP_STEPS = 30
@@ -34,7 +40,7 @@ CONTINUED_LR_SHARE = 0.125
 FINAL_LR_SHARE = 0.01
 SAVE_EVERY_S = 120
 # May differ between the parts of one run: how far it goes, and how a step is computed.
-FREE_FIELDS = {"steps", "minutes", "compile", "accumulate"}
+FREE_FIELDS = {"steps", "minutes", "compile", "accumulate", "keep_states"}
 
 
 def train(
@@ -59,20 +65,23 @@ def train(
     optimizers, this_run = _make_optimizers(head, lr), _identity(config, target)
     run = _resume(checkpoint, head, optimizers, this_run)
     processes.wait()
+    batches = Batches(data, config)
     keep = partial(_save, checkpoint if processes.is_first() else None, head, optimizers, run, this_run)
-    gradients = _gradients_of(target, head, config)
+    gradients = _gradients_of(target, head, config, _states_of(target, batches, config, checkpoint))
     limit_s = math.inf if config.minutes is None else 60 * config.minutes
     began, saved_at, whole_step = time.monotonic() - run["elapsed_s"], time.monotonic(), True
     shown = {"desc": "distilling", "unit": "step", "disable": not processes.is_first()}
-    with tqdm(total=config.steps, initial=run["step"], **shown) as progress:
+    total = config.last_step if math.isfinite(config.last_step) else None
+    with tqdm(total=total, initial=run["step"], **shown) as progress:
         try:
-            while run["step"] < config.steps and run["elapsed_s"] < limit_s:
-                ids = data.batch_at(run["step"], config.batch, config.seq_len, config.seed)
-                loss = gradients(ids, random_block_starts(config.seq_len, (config.seed, run["step"], 1)))
+            while run["step"] < config.last_step and run["elapsed_s"] < limit_s:
+                batch = batches.at(run["step"])
+                loss = gradients(batch, random_block_starts(batch.ids.shape[1], (config.seed, run["step"], 1)))
                 torch.nn.utils.clip_grad_norm_(head.parameters(), 1.0)
                 whole_step = False
                 _update(optimizers, lr * learning_rate_scale(run["step"], run["elapsed_s"], config))
                 run["step"] += 1
+                run["tokens"] += batch.num_tokens
                 run["elapsed_s"] = processes.agree(time.monotonic() - began)
                 run["losses"].append(round(loss, 5))
                 whole_step = True
@@ -86,16 +95,25 @@ def train(
             # Also when interrupted, unless within a step: half of one would make the resumed run another one.
             if whole_step:
                 keep()
-    return _summary(run, config)
+    return _summary(run)
 
 
-def _summary(run: dict[str, Any], config: TrainConfig) -> dict[str, Any]:
-    tokens = run["step"] * config.batch * config.seq_len
+def _states_of(target: Target, batches: Batches, config: TrainConfig, checkpoint: Path | None) -> StatesOf:
+    """Return what gives the target's states of a batch: kept on disk where they fit there, else computed."""
+    if batches.rows is not None and checkpoint is not None and processes.count() == 1:
+        needed = kept_bytes(target, sum(batches.rows.lengths))
+        wanted = needed <= config.keep_states * 2**30 and batches.sees_again(config.last_step)
+        if wanted and fits(checkpoint.parent, needed):
+            return KeptStates(checkpoint.parent, target, batches.rows)
+    return lambda batch: target(batch.ids.to(target.lm_head.weight.device))
+
+
+def _summary(run: dict[str, Any]) -> dict[str, Any]:
     return {
         "steps": run["step"],
-        "tokens": tokens,
+        "tokens": run["tokens"],
         "minutes": run["elapsed_s"] / 60,
-        "tokens_per_s": tokens / max(run["elapsed_s"], 1e-9),
+        "tokens_per_s": run["tokens"] / max(run["elapsed_s"], 1e-9),
         "losses": run["losses"],
     }
 
@@ -140,7 +158,7 @@ def _resume(
         ValueError: it is damaged, or of another run.
     """
     if checkpoint is None or not checkpoint.exists():
-        return {"step": 0, "elapsed_s": 0.0, "losses": []}
+        return {"step": 0, "elapsed_s": 0.0, "tokens": 0, "losses": []}
     try:
         state = torch.load(checkpoint, map_location="cpu", weights_only=True)
         saved, run = state["identity"], state["run"]
@@ -166,16 +184,19 @@ def _update(optimizers: list[torch.optim.Optimizer], lr: float) -> None:
         optimizer.zero_grad(set_to_none=True)
 
 
-def _gradients_of(target: Target, head: nn.Module, config: TrainConfig) -> Callable[[Tensor, Tensor], float]:
+def _gradients_of(
+    target: Target, head: nn.Module, config: TrainConfig, states_of: StatesOf
+) -> Callable[[Batch, Tensor], float]:
     """Return a function that leaves the whole batch's gradient in the head's parameters and returns its loss."""
     device = target.lm_head.weight.device
-    step_loss = _step_loss(target, head, config, device.type)
-    step_loss = torch.compile(step_loss) if config.compile else step_loss
+    loss_of = _loss_of(target, head, config, device.type)
 
-    def gradients(ids: Tensor, block_starts: Tensor) -> float:
+    def gradients(batch: Batch, block_starts: Tensor) -> float:
         total = 0.0
-        for rows in processes.share_of(ids, processes.rank(), processes.count()).chunk(config.accumulate):
-            loss = step_loss(rows.to(device), block_starts.to(device)) / config.accumulate
+        for part, share in batch.shares(processes.rank(), processes.count(), config.accumulate):
+            with torch.no_grad(), autocast(device.type, uses_bfloat16(device.type)):
+                states = states_of(part)
+            loss = loss_of(*states, part.ids.to(device), block_starts.to(device), _on(part.weights, device)) * share
             loss.backward()
             total += loss.item()
         return processes.average(total, head.parameters())
@@ -183,9 +204,13 @@ def _gradients_of(target: Target, head: nn.Module, config: TrainConfig) -> Calla
     return gradients
 
 
+def _on(weights: Tensor | None, device: torch.device) -> Tensor | None:
+    return None if weights is None else weights.to(device)
+
+
 def learning_rate_scale(step: int, elapsed_s: float, config: TrainConfig) -> float:
     """Return the share of `lr` for a step; with a time limit, whichever of steps and time is further on counts."""
-    done = step / config.steps
+    done = step / config.last_step
     if config.minutes is not None:
         done = max(done, elapsed_s / (60 * config.minutes))
     warmup = min(1.0, (step + 1) / WARMUP_STEPS)
@@ -199,7 +224,8 @@ def random_block_starts(seq_len: int, seed: tuple[int, ...]) -> Tensor:
     return torch.from_numpy(np.repeat(lengths.cumsum() - lengths, lengths)[:seq_len])
 
 
-def _step_loss(target: Target, head: nn.Module, config: TrainConfig, device: str) -> Callable[[Tensor, Tensor], Tensor]:
+def _loss_of(target: Target, head: nn.Module, config: TrainConfig, device: str) -> Callable[..., Tensor]:
+    """Return the loss of (exit states, output, rotary, ids, block starts, weights); see `Target.forward`, `Batch`."""
     loss, on_text = build_loss(config.loss, config.jsd_beta), config.loss == "ce_text"
     knows_places = head.head_type == "deep_context" and config.position_decay > 0
     decay = config.position_decay if knows_places else math.inf
@@ -207,20 +233,30 @@ def _step_loss(target: Target, head: nn.Module, config: TrainConfig, device: str
     if (token_ids := draft_token_ids(head)) is not None:
         # Both distributions within the draft vocabulary: of what the target says beyond it nothing can be learned.
         weight, bias = weight[token_ids], None if bias is None else bias[token_ids]
+    if uses_bfloat16(device):
+        weight = weight.bfloat16()  # once, instead of in every product of every step
+    compiled = torch.compile(head, dynamic=False) if config.compile else head
 
-    def step_loss(ids: Tensor, block_starts: Tensor) -> Tensor:
-        with torch.autocast(device, dtype=torch.bfloat16, enabled=uses_bfloat16(device)):
-            with torch.no_grad():
-                exit_hidden, target_hidden, rotary = target(ids)
-            hidden, labels = head(exit_hidden, target_hidden, rotary, block_starts), None
-            weights = place_weights(block_starts, decay)
+    def loss_of(
+        exit_hidden: Tensor, output: Tensor, rotary: Rotary, ids: Tensor, block_starts: Tensor, weights: Tensor | None
+    ) -> Tensor:
+        with autocast(device, uses_bfloat16(device)):
+            # Shorter rows run as they are: each length would be compiled anew, which takes longer than it wins.
+            run_head = compiled if ids.shape[1] == config.seq_len else head
+            hidden = run_head(exit_hidden, output, rotary, block_starts)
+            counts = place_weights(block_starts, decay).expand(ids.shape)
+            counts = counts if weights is None else counts * weights
+            labels = None
             if on_text:  # the last position's next token is not in the window
-                hidden, target_hidden, labels = hidden[:, :-1], target_hidden[:, :-1], ids[:, 1:].flatten()
-                weights = weights[:-1]
-            flat = hidden.flatten(0, 1), target_hidden.flatten(0, 1)
-            return distillation_loss(loss, *flat, weight, bias, labels, weights.repeat(len(ids)))
+                hidden, output, counts, labels = hidden[:, :-1], output[:, :-1], counts[:, :-1], ids[:, 1:].flatten()
+            flat = [states.flatten(0, 1) for states in (hidden, output, counts)]
+            if weights is not None:  # what counts for nothing is not computed
+                (chosen,) = flat[2].nonzero(as_tuple=True)
+                flat = [states[chosen] for states in flat]
+                labels = None if labels is None else labels[chosen]
+            return distillation_loss(loss, flat[0], flat[1], weight, bias, labels, flat[2])
 
-    return step_loss
+    return loss_of
 
 
 def place_weights(block_starts: Tensor, decay: float) -> Tensor:

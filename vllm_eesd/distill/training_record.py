@@ -12,11 +12,13 @@ from pydantic_core import PydanticUndefined
 
 from vllm_eesd.distill.config import DistillConfig
 from vllm_eesd.distill.data import CHUNK_TOKENS, Tokens
-from vllm_eesd.distill.report import command
+from vllm_eesd.distill.report import as_typed, command
 from vllm_eesd.provenance import provenance
 
 #: A curve has about so many points, each the mean of the steps before it.
 CURVE_POINTS = 100
+#: Fields that hold names of files.
+FILE_FIELDS = {"data", "from_trace", "held_out"}
 
 
 def record_of(config: DistillConfig, data: dict[str, Sequence[Tokens]], outcome: dict[str, Any]) -> dict[str, Any]:
@@ -41,7 +43,7 @@ def record_of(config: DistillConfig, data: dict[str, Sequence[Tokens]], outcome:
 
 
 def again(config: DistillConfig) -> str:
-    """Return the command line of these settings."""
+    """Return the command line of these settings; many files stand there as the pattern they were, `as_typed`."""
     words: list[str] = []
     for name, field in DistillConfig.model_fields.items():
         value = getattr(config, name)
@@ -50,7 +52,7 @@ def again(config: DistillConfig) -> str:
             continue
         flag = "--" + (field.alias or name).replace("_", "-")
         values = value if isinstance(value, (list, tuple)) else [] if value is True else [value]
-        words += [flag, *map(str, values)]
+        words += [flag, *(as_typed(values) if name in FILE_FIELDS else map(str, values))]
     return command("eesd", "distill", config.model, *words)
 
 

@@ -8,24 +8,67 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from vllm_eesd.distill.data import CHUNK_TOKENS, SELF_SHARE, TokenData
+from vllm_eesd.distill.data import CHUNK_TOKENS, SELF_SHARE, TokenData, as_source
 from vllm_eesd.exit_head.draft_vocabulary import D2T_NAME, offsets_of, token_ids_of
+
+#: That a source is cut into to be split into halves alike.
+PIECES = 16
 
 
 def token_shares(data: TokenData, vocab_size: int) -> np.ndarray:
-    """Return how often each token stands in a batch, [vocab_size] float64 that sums to 1; read in pieces."""
-    text = _shares(data.text, vocab_size)
+    """Return how often each token is predicted in a batch, [vocab_size] float64 that sums to 1; read in pieces.
+
+    Of conversations the answers count: the rest is not drafted.
+    """
+    text = _shares(data.text + (_answers(data) or as_source(data.conversations or [])), vocab_size)
     if data.generated is None:
         return text
     return (1 - SELF_SHARE) * text + SELF_SHARE * _shares(list(data.generated), vocab_size)
 
 
 def _shares(sources: list[Any], vocab_size: int) -> np.ndarray:
+    counts = _counts(sources, vocab_size)
+    return counts / counts.sum()
+
+
+def _counts(sources: list[Any], vocab_size: int) -> np.ndarray:
     counts = np.zeros(vocab_size, dtype=np.int64)
     for tokens in sources:
         for first in range(0, len(tokens), CHUNK_TOKENS):
             counts += np.bincount(tokens[first : first + CHUNK_TOKENS], minlength=vocab_size)
-    return counts / counts.sum()
+    return counts
+
+
+def own_text(data: TokenData) -> list[Any]:
+    """Return the target's own text, what it drafts on, as sources of token ids; where there is none, all text."""
+    own = _answers(data) + ([] if data.generated is None else list(data.generated))
+    return own or data.text or data.sources
+
+
+def _answers(data: TokenData) -> list[Any]:
+    return [said.ids[said.answers] for said in data.conversations or [] if said.answers.any()]
+
+
+def coverage(sources: list[Any], vocab_size: int, always: list[int]) -> np.ndarray:
+    """Return the share of text that the s most frequent tokens of other such text are, [vocab_size + 1] float64.
+
+    The tokens counted in one half of the text are looked for in the other, and the other way round: in the text they
+    were counted in, even a token that occurs once would be covered.
+
+    Args:
+        sources: token ids; of many sources every other one is a half, few are cut into pieces that take turns.
+        always: ids that are among the first, however rare.
+    """
+    pieces = sources
+    if len(sources) < PIECES:
+        pieces = [piece for tokens in sources for piece in np.array_split(tokens, PIECES)]
+    halves = [_counts(pieces[first::2], vocab_size) for first in (0, 1)]
+    covered = np.zeros(vocab_size + 1)
+    for counted, other in (halves, halves[::-1]):
+        ranked = counted.astype(np.float64)
+        ranked[always] = np.inf
+        covered[1:] += other[np.argsort(-ranked, kind="stable")].cumsum() / max(1, 2 * other.sum())
+    return covered
 
 
 def most_frequent(shares: np.ndarray, size: int, always: list[int]) -> Tensor:
@@ -75,16 +118,14 @@ def draft_token_ids(head: nn.Module) -> Tensor | None:
     return None if d2t is None else token_ids_of(d2t)
 
 
-def draft_logits(lm_head: nn.Linear, head: nn.Module, hidden: Tensor) -> Tensor:
+def widened(logits: Tensor, head: nn.Module, vocab_size: int) -> Tensor:
     """Return the draft's logits over the target's vocabulary, [..., vocab_size]: -inf for what it cannot draft.
 
     Args:
-        hidden: [..., hidden_size], what the head returned.
+        logits: [..., draft_vocab_size], or over the whole vocabulary for a head that drafts from all of it.
     """
-    logits, token_ids = lm_head(hidden), draft_token_ids(head)
-    if token_ids is None:
+    if (token_ids := draft_token_ids(head)) is None:
         return logits
-    # The whole projection first: its sums are then the target's to the bit, and this runs when measuring only.
-    drafted = torch.full_like(logits, -torch.inf)
-    drafted[..., token_ids] = logits[..., token_ids]
+    drafted = logits.new_full((*logits.shape[:-1], vocab_size), -torch.inf)
+    drafted[..., token_ids] = logits
     return drafted

@@ -1,8 +1,9 @@
 """EESD's own numbers at vLLM's /metrics: the worker keeps a small file up to date, the API server's registry reads it.
 
 vLLM's statistics travel from engine to API server in messages of fixed fields, so these go beside them: through a
-directory that the config names, made by the process that reads the user's arguments and removed when it ends. With
-several API servers (or workers on other machines) vLLM collects metrics in another way, and EESD's are missing.
+directory that the config names, made by the process that reads the user's arguments and removed when it ends. Several
+API servers read what Prometheus' client keeps in a directory of its own, which vLLM names in the environment: there the
+worker counts as one of that client's processes. Of workers on other machines EESD's numbers are missing.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ import shutil
 import tempfile
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
-from prometheus_client import REGISTRY
+from prometheus_client import REGISTRY, Counter, Gauge, values
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -101,7 +102,7 @@ def make_metrics_directory() -> str:
 
 
 def publish(directory: str, engine: int, stats: DraftStats, breaker: Faults) -> None:
-    """Keep a file with these counters up to date from a thread, for as long as `stats` exists and the directory does.
+    """Keep these counters published from a thread, for as long as `stats` exists and somebody can read them.
 
     Args:
         directory: of `make_metrics_directory`.
@@ -109,23 +110,77 @@ def publish(directory: str, engine: int, stats: DraftStats, breaker: Faults) -> 
         stats: what rounds counted.
         breaker: what faults while drafting did.
     """
-    arguments = (directory, engine, weakref.ref(stats), breaker)
+    # As vLLM asks it, where it chooses what /metrics reads.
+    sink = _SharedCounters(engine) if os.getenv("PROMETHEUS_MULTIPROC_DIR") is not None else _File(directory, engine)
+    arguments = (sink, weakref.ref(stats), breaker)
     threading.Thread(target=_publish_on, args=arguments, name="eesd-metrics", daemon=True).start()
 
 
-def _publish_on(directory: str, engine: int, reference: weakref.ref[DraftStats], breaker: Faults) -> None:
-    path, last, pause = Path(directory) / f"{engine}.json", None, threading.Event()
+class _Sink(Protocol):
+    """Where figures are published."""
+
+    def write(self, figures: dict[str, Any]) -> bool:
+        """Publish figures that have changed; False where nobody can read them any more."""
+
+    def close(self) -> None:
+        """Its engine has ended."""
+
+
+class _File:
+    """A file for `DraftCollector`."""
+
+    def __init__(self, directory: str, engine: int) -> None:
+        self._path = Path(directory) / f"{engine}.json"
+
+    def write(self, figures: dict[str, Any]) -> bool:
+        try:
+            _replace(self._path, json.dumps(figures))
+        except OSError:
+            return False  # removed: its reader has ended, or is on another machine
+        return True
+
+    def close(self) -> None:
+        self._path.unlink(missing_ok=True)
+
+
+class _SharedCounters:
+    """Counters in the directory of Prometheus' client, which adds up those of all processes."""
+
+    def __init__(self, engine: int) -> None:
+        if values.ValueClass is values.MutexValue:  # it was imported before vLLM named the directory
+            values.ValueClass = values.MultiProcessValue()
+        options = {"labelnames": ["engine"], "registry": None}
+        counters = {name: Counter(f"eesd:{name}", text, **options) for name, text in COUNTERS.items()}
+        self._counters = {name: counter.labels(engine) for name, counter in counters.items()}
+        self._off = Gauge(f"eesd:{OFF}", OFF_HELP, multiprocess_mode="livemax", **options).labels(engine)
+        lengths = Counter(f"eesd:{LENGTHS}", LENGTHS_HELP, labelnames=["engine", "length"], registry=None)
+        self._of_length: Callable[[int], Counter] = lambda length: lengths.labels(engine, length)
+        self._written: dict[str, Any] = {LENGTHS: []}
+
+    def write(self, figures: dict[str, Any]) -> bool:
+        before, self._written = self._written, figures
+        for name, counter in self._counters.items():
+            counter.inc(max(figures[name] - before.get(name, 0), 0))  # less: they were reset
+        self._off.set(figures[OFF])
+        for length, rounds in enumerate(figures[LENGTHS]):
+            known = before[LENGTHS][length] if before[LENGTHS] else 0
+            self._of_length(length).inc(max(rounds - known, 0))
+        return True
+
+    def close(self) -> None:
+        """Counters of a process that has ended stay counted."""
+
+
+def _publish_on(sink: _Sink, reference: weakref.ref[DraftStats], breaker: Faults) -> None:
+    last, pause = None, threading.Event()
     while (stats := reference()) is not None:
         figures = _figures(stats) | breaker.as_dict()
         del stats
-        if figures != last:
-            try:
-                _replace(path, json.dumps(figures))
-            except OSError:
-                return  # removed: its reader has ended, or is on another machine
-            last = figures
+        if figures != last and not sink.write(figures):
+            return
+        last = figures
         pause.wait(PUBLISH_EVERY_S)
-    path.unlink(missing_ok=True)
+    sink.close()
 
 
 def _figures(stats: DraftStats) -> dict[str, Any]:

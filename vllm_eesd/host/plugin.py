@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from vllm_eesd.host import engine_seams, seams
+from vllm_eesd.host import engine_seams, scheduler_seams, seams
 from vllm_eesd.host.environment import read_platform, read_runner
 from vllm_eesd.host.seams import Seam, SeamStatus
 from vllm_eesd.host.v1 import seams as v1_seams
@@ -37,7 +37,7 @@ def init_worker(original, self, *args, **kwargs):
 
 #: Where seams are installed, in the words of `eesd doctor` and docs/seams.md.
 PLACES: dict[str, Sequence[Seam]] = {
-    "every process": (*engine_seams.SEAMS, *_SEAMS),
+    "every process": (*engine_seams.SEAMS, *scheduler_seams.SEAMS, *_SEAMS),
     "worker": engine_seams.WORKER_SEAMS,
     "worker, V1": v1_seams.SEAMS,
     "worker, V2": v2_seams.SEAMS,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from typing import Any
 
 from vllm_eesd.host.compat import get_tp_group
 from vllm_eesd.host.speculative import EESDSpeculativeConfig
@@ -12,9 +14,22 @@ from vllm_eesd.round.outcome import StepTimes
 from vllm_eesd.traces.rounds import RoundTrace
 
 
+def policy_args_of(config: EESDSpeculativeConfig) -> dict[str, Any]:
+    """Return the policy's settings, files named for this one of several engines: `x.json`, `x.1.json`, `x.2.json`."""
+    args = config.eesd.policy_args
+    if not config.engine_index:
+        return args
+    own = {}
+    for field in ("state_file", "trace_file"):
+        if args.get(field) is not None:
+            name, ending = os.path.splitext(args[field])
+            own[field] = f"{name}.{config.engine_index}{ending}"
+    return args | own
+
+
 def open_trace(config: EESDSpeculativeConfig) -> RoundTrace | None:
     """Return the writer of `policy_args.trace_file` on the rank that has it, None elsewhere and where none is named."""
-    path = config.eesd.policy_args.get("trace_file")
+    path = policy_args_of(config).get("trace_file")
     if path is None or get_tp_group().rank_in_group:  # every rank sees the same rounds
         return None
     settings = {"policy": config.eesd.policy, "num_speculative_tokens": config.num_speculative_tokens}
@@ -28,24 +43,31 @@ def is_watched(config: EESDSpeculativeConfig, counters: DraftStats) -> bool:
 
 
 def build_policy_of(
-    config: EESDSpeculativeConfig, max_num_reqs: int, name: str | None = None, like: DraftLengthPolicy | None = None
+    config: EESDSpeculativeConfig,
+    max_num_reqs: int,
+    name: str | None = None,
+    like: DraftLengthPolicy | None = None,
+    costs: CostModel | None = None,
 ) -> DraftLengthPolicy:
     """Return the policy of an engine that runs `max_num_reqs` requests at once.
 
     Args:
         name: another policy than the configured one, with its default arguments.
         like: whose costs and calibration it shares; None starts from the head's.
+        costs: of a policy that this one follows because the weights are others, of which nothing was learned so far;
+            None starts from a guess, and from the state that was kept.
     """
     head, eesd = config.exit_head, config.eesd
     posterior = BetaPosterior(max_num_reqs, head.prior.alpha, head.prior.beta)
-    args = eesd.policy_args if name in (None, eesd.policy) else {}
+    args = policy_args_of(config) if name in (None, eesd.policy) else {}
     if like is not None:
         return build_policy(name or eesd.policy, posterior, eesd.seed, args, like.costs, like.calibration)
-    # Until measured: a draft step takes its layers' share of a plain step.
-    own_layers = 0 if head.head_type == "headless" else head.head_layers
-    costs = CostModel((head.exit_layer + own_layers) / head.verifier.num_hidden_layers)
+    restores = costs is None
+    if costs is None:  # until measured: a draft step takes its layers' share of a plain step
+        own_layers = 0 if head.head_type == "headless" else head.head_layers
+        costs = CostModel((head.exit_layer + own_layers) / head.verifier.num_hidden_layers)
     calibration = Calibration() if config.head_directory is None else Calibration.load(config.head_directory)
-    return build_policy(eesd.policy, posterior, eesd.seed, args, costs, calibration)
+    return build_policy(eesd.policy, posterior, eesd.seed, args, costs, calibration, restores)
 
 
 def agree_on_times(every: int) -> Callable[[StepTimes], list[StepTimes]] | None:

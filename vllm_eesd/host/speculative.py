@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import copy
-import os
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 from vllm.config import ModelConfig, ParallelConfig, SpeculativeConfig
 from vllm.exceptions import VLLMValidationError
 from vllm.v1.spec_decode.dynamic.utils import validate_and_normalize_dynamic_sd_schedule
 
 from vllm_eesd.config import LONGEST_COPY, LONGEST_DRAFT, EESDConfig
-from vllm_eesd.exit_head.checkpoint import ExitHeadConfig, Verifier, read_tensors
+from vllm_eesd.exit_head.config import ExitHeadConfig
 from vllm_eesd.host.environment import Environment, read_environment
+from vllm_eesd.host.head_choice import resolve_exit_head
+from vllm_eesd.host.kv_connectors import check_kv_connector
+from vllm_eesd.host.longest_draft import fitting
 from vllm_eesd.host.metrics import make_metrics_directory
 from vllm_eesd.host.vllm_source import find, installed_source
 from vllm_eesd.policy_args import read_policy_args
+
+if TYPE_CHECKING:
+    from vllm.engine.arg_utils import EngineArgs
 
 #: Targets whose layers the drafter may call in place: SupportsEagle3 in vLLM, and tested end to end. gpt-oss is not
 #: among them: every other layer of it attends through a sliding window.
@@ -27,9 +32,6 @@ SUPPORTED_ARCHITECTURES = (
     "Qwen3ForCausalLM",
     "Qwen3MoeForCausalLM",
 )
-#: Checkpoints trained with layer dropout and early-exit loss, drafting headless.
-#: Source: the benchmark table of Hugging Face's LayerSkip article (data set ariG23498/layer-skip-assets).
-LAYERSKIP_EXIT_LAYERS = {"facebook/layerskip-llama2-7B": 4}
 PROPOSER = "vllm_eesd.host.v1.proposer.EarlyExitProposer"
 
 
@@ -52,6 +54,7 @@ class EESDSpeculativeConfig(SpeculativeConfig):
         head_directory: where its weights are; None when headless.
         metrics_directory: where workers publish their counters for /metrics.
         runner: "V1" or "V2", the model runner this was built for: the one vLLM would take by itself.
+        engine_index: of several engines that serve in parallel, which one this is; set in its worker.
         graph_kernels: kernels that were chosen for the target's compiled graph while the model was loaded.
     """
 
@@ -60,14 +63,18 @@ class EESDSpeculativeConfig(SpeculativeConfig):
     head_directory: str | None
     metrics_directory: str
     runner: str
+    engine_index = 0
     graph_kernels = ""
 
     @classmethod
-    def build(cls, spec: object, target: ModelConfig, parallel: ParallelConfig) -> EESDSpeculativeConfig:
+    def build(
+        cls, spec: object, target: ModelConfig, parallel: ParallelConfig, args: EngineArgs | None = None
+    ) -> EESDSpeculativeConfig:
         """Return the validated config.
 
         Args:
             spec: "eesd" or the user's mapping.
+            args: the engine's other options; None: they leave room for any draft.
         Raises:
             ValueError: one line: the field, its value, what is allowed.
         """
@@ -82,6 +89,11 @@ class EESDSpeculativeConfig(SpeculativeConfig):
         if longest is None:
             # V2's scheduler books the longest draft for every request, whatever is drafted.
             longest = LONGEST_COPY if policy_args.uses_ngrams and environment.runner == "V1" else LONGEST_DRAFT
+        if args is not None:
+            check_kv_connector(args, environment)
+            check_scheduling(environment, args)
+            check_sampling(environment, args)
+            longest = fitting(longest, eesd, args, target, parallel)
         config = cls(
             method="custom_class",
             model=PROPOSER,
@@ -139,6 +151,11 @@ def check_target_model(target: ModelConfig, parallel: ParallelConfig) -> None:
     Raises:
         ValueError: the target or the parallel layout is not supported.
     """
+    if target.runner_type != "generate":
+        raise ValueError(
+            f"eesd: runner={target.runner_type!r} is not supported (a model that embeds, classifies or scores "
+            "generates no tokens to draft); serve this model without eesd"
+        )
     architecture = (target.architectures or ["unknown"])[0]
     if architecture not in SUPPORTED_ARCHITECTURES:
         raise ValueError(
@@ -159,28 +176,6 @@ def check_target_model(target: ModelConfig, parallel: ParallelConfig) -> None:
             "eesd: enable_sleep_mode is not supported (a deep sleep discards the exit head's weights, which nothing "
             "loads again); leave it out or serve this model without eesd"
         )
-    if target.logits_processors:
-        # vLLM would refuse too, but in the worker, whose message only its log shows.
-        raise ValueError(
-            f"eesd: logits_processors={target.logits_processors!r:.200} are not supported (vLLM knows none under "
-            "speculation); leave them out or serve this model without eesd"
-        )
-
-
-def check_kv_connector(kv_transfer_config: object, kv_offloading_size: float | None) -> None:
-    """Refuse to move KV between engines or memories: connectors see a layer's cache when its attention runs.
-
-    The exit layer's attention does not run in the target's forward, which fills its cache all the same.
-
-    Raises:
-        ValueError: one of the two is set.
-    """
-    for field, value in (("kv_transfer_config", kv_transfer_config), ("kv_offloading_size", kv_offloading_size)):
-        if value is not None:
-            raise ValueError(
-                f"eesd: {field}={value!r:.200} is not supported (a KV connector would leave the exit layer's cache "
-                "behind); leave it out or serve this model without eesd"
-            )
 
 
 def check_runner(environment: Environment, target: ModelConfig, parallel: ParallelConfig) -> None:
@@ -194,6 +189,11 @@ def check_runner(environment: Environment, target: ModelConfig, parallel: Parall
             f"eesd: Model Runner V1 ({environment.runner_reason}) is supported on a CPU only; on "
             f"{environment.platform} EESD drafts on V2: unset VLLM_USE_V2_MODEL_RUNNER"
         )
+    if environment.runner == "V2" and target.logits_processors:
+        raise ValueError(
+            f"eesd: logits_processors={target.logits_processors!r:.200} are not supported on Model Runner V2 (what "
+            "they make of drafted tokens was not tested); leave them out or serve this model without eesd"
+        )
     if parallel.data_parallel_size > 1 and target.is_moe:
         raise ValueError(
             f"eesd: data_parallel_size={parallel.data_parallel_size} is not supported with a mixture of experts (its "
@@ -201,6 +201,34 @@ def check_runner(environment: Environment, target: ModelConfig, parallel: Parall
         )
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
         raise ValueError("eesd: context parallelism is not supported; use tensor_parallel_size instead")
+
+
+def check_scheduling(environment: Environment, args: EngineArgs) -> None:
+    """Refuse asynchronous scheduling where drafts are not known before the next step is scheduled.
+
+    Raises:
+        ValueError: it was asked for on Model Runner V1.
+    """
+    if environment.runner == "V1" and args.async_scheduling:
+        raise ValueError("eesd: async_scheduling=True is not supported on Model Runner V1; leave it out")
+
+
+def check_sampling(environment: Environment, args: EngineArgs) -> None:
+    """Refuse what vLLM does to a plain engine's tokens and to no drafted ones, or to those of its own methods only.
+
+    Raises:
+        ValueError: tokens of a replayed trace, or marked ones, were asked for.
+    """
+    if args.watermark_config is not None:
+        raise ValueError(
+            "eesd: watermark_config is not supported (vLLM marks the drafts of its own methods only); leave it out or "
+            "serve this model without eesd"
+        )
+    if environment.runner == "V2" and args.enable_trace_replay:
+        raise ValueError(
+            "eesd: enable_trace_replay is not supported (vLLM replays no trace with drafts); leave it out or serve "
+            "this model without eesd"
+        )
 
 
 def check_batch_sizes(eesd: EESDConfig, environment: Environment) -> None:
@@ -218,67 +246,3 @@ def check_batch_sizes(eesd: EESDConfig, environment: Environment) -> None:
         validate_and_normalize_dynamic_sd_schedule(given)
     except ValueError as error:
         raise ValueError(f"eesd: {name}={given!r:.200} is not valid: {error}") from None
-
-
-def resolve_exit_head(eesd: EESDConfig, target: ModelConfig) -> tuple[ExitHeadConfig, str | None]:
-    """Return the head to draft with and the directory of its weights (None when headless).
-
-    In order: `model`, `exit_layer` alone (headless), `<target>/eesd/`, the LayerSkip table.
-
-    Raises:
-        ValueError: no head was found, or it does not fit the target.
-    """
-    text_config = target.hf_text_config
-    shipped = Path(target.model) / "eesd"
-    directory = eesd.model
-    if directory is None and eesd.exit_layer is None and shipped.is_dir():
-        directory = str(shipped)
-    if directory is not None:
-        directory = local_directory(directory)
-        head = ExitHeadConfig.load(directory)
-        head.check_target(text_config)
-        if eesd.exit_layer not in (None, head.exit_layer):
-            raise ValueError(
-                f"eesd: exit_layer={eesd.exit_layer} is not the head's ({head.exit_layer} in {directory}); "
-                "leave exit_layer out or distill a head for it"
-            )
-        read_tensors(directory)  # a damaged file is refused here, before anything starts
-        return head, None if head.head_type == "headless" else directory
-    exit_layer = eesd.exit_layer if eesd.exit_layer is not None else LAYERSKIP_EXIT_LAYERS.get(target.model)
-    if exit_layer is None:
-        raise ValueError(
-            f"eesd: no exit head: {shipped} does not exist. Give 'model' (a directory made by `eesd distill`), or "
-            "'exit_layer' to draft headless from that layer"
-        )
-    num_layers = text_config.num_hidden_layers
-    if not 0 < exit_layer <= num_layers:
-        raise ValueError(
-            f"eesd: exit_layer={exit_layer} is out of range; the target has {num_layers} layers: 1..{num_layers - 1}"
-        )
-    verifier = Verifier(
-        name_or_path=str(target.model),
-        architecture=target.architectures[0],
-        hidden_size=text_config.hidden_size,
-        num_hidden_layers=num_layers,
-        vocab_size=text_config.vocab_size,
-    )
-    return ExitHeadConfig(exit_layer=exit_layer, head_type="headless", verifier=verifier), None
-
-
-def local_directory(name: str) -> str:
-    """Return the directory `name` is, or the local snapshot of the Hub repository it names.
-
-    Raises:
-        ValueError: it is neither.
-    """
-    if os.path.isdir(name) or name.startswith((".", "/", "~")) or name.count("/") != 1:
-        return os.path.expanduser(name)
-    from huggingface_hub import snapshot_download
-
-    try:
-        return snapshot_download(name, allow_patterns=["*.json", "*.safetensors"])
-    except Exception as error:  # the Hub client's own hierarchy, network errors included
-        cause = " ".join(str(error).split())
-        raise ValueError(
-            f"eesd: model={name!r:.200} is neither a directory nor an available Hub repository: {cause:.200}"
-        ) from None

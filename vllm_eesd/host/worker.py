@@ -75,6 +75,9 @@ class WorkerExtension:
         requests = [] if recorder is None else recorder.requests()
         return [{name: array.tolist() for name, array in vars(request).items()} for request in requests]
 
-    def eesd_take_rounds(self) -> list[dict[str, Any]]:
-        """Return the rounds since the last call as plain mappings; the first call starts the recording."""
-        return [asdict(round_) for round_ in self._drafter.stats.take_rounds()]
+    def eesd_take_rounds(self, last: bool = False) -> list[dict[str, Any]]:
+        """Return the rounds since the last call as plain mappings; the first call starts the recording, `last` ends it.
+
+        While rounds are recorded every one of them is decided on and none is skipped, which costs time.
+        """
+        return [asdict(round_) for round_ in self._drafter.stats.take_rounds(last)]

@@ -42,17 +42,19 @@ def build_policy(
     policy_args: dict[str, Any],
     costs: CostModel | None = None,
     calibration: Calibration | None = None,
+    restores: bool = True,
 ) -> DraftLengthPolicy:
     """Return the policy `name`, with the state of `policy_args["state_file"]` if there is one.
 
     Args:
         policy_args: see `vllm_eesd.policy_args`.
         posterior, seed, costs, calibration: see `DraftLengthPolicy`.
+        restores: False where that state was learned of other weights: it will be written over.
     Raises:
         ValueError: the policy does not exist or does not take one of `policy_args`.
     """
     settings = read_policy_args(name, policy_args)
     policy = POLICIES[name](posterior, seed, costs, calibration, settings)
-    if settings.state_file is not None:
+    if restores and settings.state_file is not None:
         load_state(settings.state_file, policy.posterior, policy.calibration)
     return policy

@@ -107,6 +107,11 @@ class CostModel:
         known = (size for size, medians in self._verify.items() if medians.samples(0) >= MIN_SAMPLES)
         return not any(max(size, num_reqs) <= PLAIN_REACH * min(size, num_reqs) for size in known)
 
+    @property
+    def in_ms(self) -> bool:
+        """Whether curves are times, of a profile or of steps timed often enough, and no shares of a plain step."""
+        return self._profile is not None or any(medians.is_trusted for medians in self._verify.values())
+
     def is_settled(self, num_reqs: int) -> bool:
         """Return whether times of this batch size can be trusted, or are still those of others."""
         medians = self._verify.get(cell_of(num_reqs))

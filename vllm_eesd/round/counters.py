@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,7 +46,7 @@ class DraftStats:
 
     def __init__(self, num_speculative_tokens: int) -> None:
         self.num_speculative_tokens = num_speculative_tokens
-        self._record: deque[Round] | None = None
+        self._record: deque[Callable[[], list[Round]]] | None = None
         self.reset()
 
     def reset(self) -> None:
@@ -61,7 +61,17 @@ class DraftStats:
         num_accepted = len(emitted) - 1
         self.count_lengths(len(draft), num_accepted)
         if self._record is not None:
-            self._record.append(Round(request_id, list(draft), num_accepted, list(emitted)))
+            round_ = Round(request_id, list(draft), num_accepted, list(emitted))
+            self._record.append(lambda: [round_])
+
+    def record(self, rounds: Callable[[], list[Round]]) -> None:
+        """Keep rounds, counted otherwise, for `take_rounds`.
+
+        Args:
+            rounds: returns them; called by `take_rounds` alone, and may wait for a device.
+        """
+        if self._record is not None:
+            self._record.append(rounds)
 
     def count_lengths(self, num_drafted: int, num_accepted: int, num_rounds: int = 1) -> None:
         """Add rounds, all alike, of which only the lengths are known."""
@@ -119,10 +129,14 @@ class DraftStats:
             f"estimated speedup over plain decoding: {'unknown' if speedup is None else f'{speedup:.2f}x'}"
         )
 
-    def take_rounds(self) -> list[Round]:
-        """Return the rounds since the last call and go on recording; the first call starts it."""
-        taken, self._record = self._record or (), deque(maxlen=self.MAX_RECORDED_ROUNDS)
-        return list(taken)
+    def take_rounds(self, last: bool = False) -> list[Round]:
+        """Return the rounds since the last call; the first call starts the recording.
+
+        Args:
+            last: end it: while rounds are recorded, none is skipped.
+        """
+        taken, self._record = self._record or (), None if last else deque(maxlen=self.MAX_RECORDED_ROUNDS)
+        return [round_ for rounds in taken for round_ in rounds()]
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain numbers, as `eesd bench` and the metrics print them."""

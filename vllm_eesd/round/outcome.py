@@ -17,6 +17,10 @@ READBACK_DELAY = 2
 #: As often as vLLM logs its own statistics.
 REPORT_EVERY_S = 10.0
 
+#: A step that takes so many times what its like do was none: the engine was paused, or its process stopped. If the next
+#: one takes as long it is no pause: so long are steps now.
+STALLED = 10.0
+
 logger = logging.getLogger("vllm.eesd")
 
 
@@ -67,7 +71,7 @@ class Learner:
         self.policy, self.counters = policy, counters
         self._agree = agree
         self._reported = time.perf_counter()
-        self._drafted = False
+        self._drafted = self._stalled = False
         #: A state file that cannot be written is worth one line, not one every REPORT_EVERY_S.
         self._state_saved = True
 
@@ -91,15 +95,26 @@ class Learner:
             costs.observe_decision(*times.decision)
         # Right after a drafted step, a plain one runs on cold caches: up to a quarter more than among its like.
         as_usual, self._drafted = not self._drafted, times.num_tokens > times.num_reqs
-        if times.verify_ms is None or not times.num_reqs:
+        if times.verify_ms is None or not times.num_reqs or self._is_pause(times):
             return
         if as_usual or self._drafted:
             costs.observe_verify(times.num_reqs, times.num_tokens, times.verify_ms)
         if not costs.is_settled(times.num_reqs):  # the few there were may have waited for a compiler
             return
+        if self._stalled:
+            return
         plain_ms = float(costs.verify_curve(times.num_reqs, 0)[0]) * times.num_emitted / times.num_reqs
         num_steps = 1 + times.num_skipped
         self.counters.count_time((times.verify_ms + times.draft_ms) * num_steps, plain_ms * num_steps)
+
+    def _is_pause(self, times: StepTimes) -> bool:
+        """Return whether a step waited, which says nothing of what it costs: a time like no other, and the first."""
+        costs, num_drafts = self.policy.costs, max(times.num_tokens - times.num_reqs, 0)
+        if not costs.in_ms:
+            return False
+        before, expected_ms = self._stalled, float(costs.verify_curve(times.num_reqs, num_drafts)[num_drafts])
+        self._stalled = times.verify_ms > STALLED * expected_ms
+        return self._stalled and not before
 
     def report(self) -> None:
         """Log one line and save what was learned, every REPORT_EVERY_S; call it while requests run."""

@@ -62,7 +62,7 @@ class RunningRequests:
             self._longest_draft[slot] = min(allowed, self.num_speculative_tokens)
             budget = max_model_len if params.max_tokens is None else params.max_tokens + num_prompt_tokens
             self._token_budget[slot] = min(budget, max_model_len)
-            self._stop_token_ids[slot] = frozenset(params.all_stop_token_ids)
+            self._stop_token_ids[slot] = _ending_token_ids(params)
             self.updates_shared_prior[slot] = not _alters_distribution(params)
             keys.append(lora_name)
             drawn.append(self._draws_drafts and params.temperature > 0 and params.structured_outputs is None)
@@ -98,6 +98,14 @@ class RunningRequests:
         return limits
 
 
+def _ending_token_ids(params: Any) -> frozenset[int]:
+    """Return the tokens that end the request; `all_stop_token_ids` would hold an EOS that it ignores, too."""
+    ending = set(params.stop_token_ids or ())
+    if not params.ignore_eos and params.eos_token_id is not None:
+        ending.add(params.eos_token_id)
+    return frozenset(ending)
+
+
 def _alters_distribution(params: Any) -> bool:
     """Return whether the request samples from something else than the model's own distribution.
 
@@ -107,6 +115,7 @@ def _alters_distribution(params: Any) -> bool:
         params.presence_penalty
         or params.frequency_penalty
         or params.repetition_penalty != 1.0
+        or params.logit_bias
         or params.bad_words
         or params.allowed_token_ids
         or params.structured_outputs is not None

@@ -26,6 +26,11 @@ from vllm_eesd.simulate.run import load_traces
 from vllm_eesd.simulate.world import World
 from vllm_eesd.traces.dense import DenseTrace, DraftLayers
 
+#: Of the vocabulary, what `plan` compares with where none is given: 8k of 49k tokens.
+SUPPOSED_SHARE = 6
+#: Rows of a draft vocabulary come in so many.
+ROWS_MULTIPLE = 64
+
 
 @dataclass(frozen=True)
 class Head:
@@ -68,6 +73,9 @@ def run(args: argparse.Namespace) -> int:
     console.print(table(rows, title))
     if len(heads) > 1:
         console.print(verdict(rows), soft_wrap=True)
+    compared = [line for head in heads if (line := lm_head_line(args, shape, head))]
+    for line in compared:
+        console.print(line, soft_wrap=True)
     console.print(
         f"Published figures: {GPUS[args.gpu].source}. A roofline: launches, link latencies and the engine's own work "
         "are not in it unless given (--step-overhead-ms, --draft-, --round- and --verify-overhead-ms, --reached), so "
@@ -195,6 +203,28 @@ def plan_batch(head: Head, machine: Roofline, batch: int, args: argparse.Namespa
         "memory_gb": memory,
         "fits": memory <= machine.gpu.memory_gb,
     }
+
+
+def lm_head_line(args: argparse.Namespace, shape: Shape, head: Head) -> str:
+    """Return what the LM head costs a draft of the first batch size, with and without a draft vocabulary.
+
+    "" where it has fewer weights than the layers of a draft step. The vocabulary is the one given, else a sixth of the
+    target's.
+    """
+    if shape.vocab * shape.hidden <= (head.exit_layer + head.head_layers) * shape.layer_weights:
+        return ""
+    batch = args.batch[0]
+    size = args.draft_vocab or -(-shape.vocab // (SUPPOSED_SHARE * ROWS_MULTIPLE)) * ROWS_MULTIPLE
+    machine = roofline_of(args, shape, head)
+    whole, cheap = (replace(machine, draft_vocab=rows) for rows in (None, size))
+    without, with_it = (plan_batch(head, one, batch, args) for one in (whole, cheap))
+    share = whole.lm_head_ms(batch) / whole.draft_step_ms(batch)
+    return (
+        f"{head}: the LM head is {share:.0%} of a draft step: with {size} of {shape.vocab} draft tokens one takes "
+        f"{cheap.draft_step_ms(batch):.3f} ms instead of {whole.draft_step_ms(batch):.3f}, and batch {batch} is at "
+        f"{with_it['head_speedup']:.2f}x instead of {without['head_speedup']:.2f}x without n-gram drafts, less what "
+        "tokens beyond them cost (eesd probe measures their share of the text)"
+    )
 
 
 def verdict(rows: list[dict[str, Any]]) -> str:

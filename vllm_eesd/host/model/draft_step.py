@@ -81,12 +81,16 @@ class DraftLayers(nn.Module):
         """What of the target's vocabulary is drafted from; None is all of it."""
         return None if self._head[0] is None else self._head[0].vocabulary
 
-    def whole_logits(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return a step's logits over the target's vocabulary, [num_rows, vocab_size]: -inf where nothing is drafted.
+    def whole(self, values: torch.Tensor, elsewhere: float = -torch.inf) -> torch.Tensor:
+        """Return what a step's logits say over the target's vocabulary, [num_rows, vocab_size].
 
-        Only drafts that are drawn need them, so a step does not make them itself.
+        Only drafts that are drawn need that, so a step does not make it itself.
+
+        Args:
+            values: the step's logits, or its probabilities.
+            elsewhere: what stands where nothing is drafted.
         """
-        return logits if self.vocabulary is None else self.vocabulary.whole(logits)
+        return values if self.vocabulary is None else self.vocabulary.whole(values, elsewhere)
 
     def before_norm(
         self, input_ids: torch.Tensor, positions: torch.Tensor, context: torch.Tensor | None
@@ -124,7 +128,7 @@ class DraftStep(DraftLayers):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return the most probable tokens, [num_rows] int64, their probabilities, [num_rows] float32, and the logits.
 
-        With a draft vocabulary, probabilities are shares within it, and the logits are its own: see `whole_logits`.
+        With a draft vocabulary, probabilities are shares within it, and the logits are its own: see `whole`.
 
         Args:
             input_ids, positions, context: see `before_norm`.

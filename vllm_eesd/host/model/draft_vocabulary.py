@@ -1,4 +1,4 @@
-"""The rows of the target's LM head that a pruned head drafts from, gathered once while the model loads."""
+"""The rows of the target's LM head that a pruned head drafts from, gathered while the model loads."""
 
 from __future__ import annotations
 
@@ -35,14 +35,22 @@ class DraftVocabulary(nn.Module):
         if not plain or whole.weight.ndim != 2:
             raise ValueError(
                 f"eesd: the head has a draft vocabulary, which needs an LM head that is one unquantised matrix; the "
-                f"target's is run by {type(method).__name__}: distill a head without --draft-vocab"
+                f"target's is run by {type(method).__name__}: distill a head with --draft-vocab all"
             )
         #: [draft_vocab_size] int64; a tuple, because it is the head's checkpoint's, not a weight of this module.
         self._token_ids = (token_ids.to(whole.weight.device),)
         self._vocab_size = whole.org_vocab_size
         self.lm_head = ParallelLMHead(len(token_ids), whole.embedding_dim, prefix="eesd_exit.lm_head")
-        self.lm_head.weight_loader(self.lm_head.weight, _rows(whole, self._token_ids[0]))
+        self._gather(whole)
         self._processor = LogitsProcessor(len(token_ids), scale=processor.scale, soft_cap=processor.soft_cap)
+
+    def target_changed(self, target: nn.Module) -> None:
+        """Gather the rows again: the target's weights are others than while the model was loaded."""
+        self._gather(target.lm_head)
+        self.lm_head.quant_method.process_weights_after_loading(self.lm_head)
+
+    def _gather(self, whole: nn.Module) -> None:
+        self.lm_head.weight_loader(self.lm_head.weight, _rows(whole, self._token_ids[0]))
 
     @property
     def token_ids(self) -> torch.Tensor:
@@ -58,10 +66,14 @@ class DraftVocabulary(nn.Module):
         (token_ids,) = self._token_ids
         return token_ids[draft_ids.clamp(0, len(token_ids) - 1)]
 
-    def whole(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return logits of the target's vocabulary, [num_rows, vocab_size]: -inf for what is never drafted."""
-        scattered = logits.new_full((len(logits), self._vocab_size), -torch.inf)
-        return scattered.index_copy_(1, self._token_ids[0], logits)
+    def whole(self, values: torch.Tensor, elsewhere: float) -> torch.Tensor:
+        """Return values of the target's vocabulary, [num_rows, vocab_size]: `elsewhere` for what is never drafted.
+
+        Args:
+            values: [num_rows, draft_vocab_size], logits or probabilities.
+        """
+        scattered = values.new_full((len(values), self._vocab_size), elsewhere)
+        return scattered.index_copy_(1, self._token_ids[0], values)
 
 
 def _rows(lm_head: nn.Module, token_ids: torch.Tensor) -> torch.Tensor:

@@ -44,12 +44,14 @@ class ExitHead(nn.Module):
         config: the head's.
     Attributes:
         vocabulary: what of the target's vocabulary it drafts from; None is all of it. Set by `load`.
+        loaded_with: the arguments of `load`, the target aside.
         attention_names: of the layers whose KV is the head's own, none for a head without.
         reads_target_output: whether `round_context` makes anything of the target's output.
     Source: arXiv 2406.03853, section 3.1 (early-exiting layer).
     """
 
     vocabulary: DraftVocabulary | None
+    loaded_with: tuple[VllmConfig, ExitHeadConfig, str]
     reads_target_output = False
 
     def __init__(self, vllm_config: VllmConfig, target: nn.Module, config: ExitHeadConfig) -> None:
@@ -78,6 +80,7 @@ class ExitHead(nn.Module):
         with set_default_torch_dtype(model_config.dtype), device:
             head = cls(vllm_config, target, config)
             head.vocabulary = None if d2t is None else DraftVocabulary(target, token_ids_of(d2t))
+        head.loaded_with = vllm_config, config, directory
         mapper = getattr(type(target.model), "hf_to_vllm_mapper", None) or type(target).hf_to_vllm_mapper
         head.load_tensors(tensors, mapper)
         process_weights_after_loading(head, model_config, device)
@@ -86,6 +89,14 @@ class ExitHead(nn.Module):
     def load_tensors(self, tensors: dict[str, torch.Tensor], mapper: WeightsMapper) -> None:
         """Copy the checkpoint's tensors in; `mapper` is the target's, from its names to vLLM's."""
         AutoWeightsLoader(self).load_weights(tensors.items(), mapper=mapper)
+
+    def target_changed(self, target: nn.Module) -> None:
+        """Derive anew what was derived from the target's weights, which are others than while it was loaded.
+
+        Must be called inside `set_current_vllm_config`.
+        """
+        if self.vocabulary is not None:
+            self.vocabulary.target_changed(target)
 
     def hook_kv_fill(self, target: nn.Module, exit_layer: int) -> None:
         """Make every forward of the target fill the exit layer's KV just before layer `exit_layer` runs.
@@ -173,31 +184,53 @@ class DeepContextHead(ExitHead):
 
     def load_tensors(self, tensors: dict[str, torch.Tensor], mapper: WeightsMapper) -> None:
         super().load_tensors({name: t for name, t in tensors.items() if "deep" not in name.split(".")}, mapper)
+        self.inject.weight_loader(self.inject.weight, tensors["deep.inject.weight"])
+        self._load_projections(tensors)
+        self._join_projections()
+
+    def _load_projections(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Copy the checkpoint's projections of keys and values into those of every layer."""
         for name, tensor in tensors.items():
             match name.split("."):
-                case ["deep", "inject", _]:
-                    self.inject.weight_loader(self.inject.weight, tensor)
                 case [*above, "deep", "k_proj" | "v_proj" as projection, parameter]:
                     kv_proj = self.get_submodule(".".join([*above, "kv_proj"]))
                     kv_proj.weight_loader(getattr(kv_proj, parameter), tensor, projection[0])
-        self._join_projections()
 
     def _join_projections(self) -> None:
         """Put the projections of all layers, which read the same states, into one: a matrix product less for each.
 
         It holds this rank's share of them: replicated in name only.
         """
-        layers = (self, *self.upper)
-        parts = [layer.kv_proj for layer in layers]
+        parts = [layer.kv_proj for layer in (self, *self.upper)]
         has_bias = parts[0].bias is not None
         sizes = parts[0].input_size, sum(len(part.weight) for part in parts)
         self.fill_proj = ReplicatedLinear(*sizes, bias=has_bias, prefix="eesd_exit.fill_proj")
-        for name in ("weight", "bias") if has_bias else ("weight",):
-            getattr(self.fill_proj, name).data = torch.cat([getattr(part, name).data for part in parts])
-        scales = self._scales_of_inputs()
-        self.fill_proj.weight.data = (self.fill_proj.weight.data.float() * scales).to(self.fill_proj.weight.dtype)
+        if has_bias:
+            self.fill_proj.bias.data = torch.cat([part.bias.data for part in parts])
+        self.fill_proj.weight.data = self._joined_weight()
+
+    def _joined_weight(self) -> torch.Tensor:
+        """Return the weight of `fill_proj`; the projections it is made of are not kept."""
+        layers = (self, *self.upper)
+        weight = torch.cat([layer.kv_proj.weight.data for layer in layers])
         for layer in layers:
             del layer.kv_proj
+        return (weight.float() * self._scales_of_inputs()).to(weight.dtype)
+
+    def target_changed(self, target: nn.Module) -> None:
+        super().target_changed(target)
+        vllm_config, config, directory = self.loaded_with
+        tensors = read_tensors(directory)  # before anything is changed: the directory may be gone
+        with set_default_torch_dtype(vllm_config.model_config.dtype), next(target.parameters()).device:
+            for layer in (self, *self.upper):
+                layer.kv_proj = _kv_projection(layer.layer.self_attn, vllm_config, config)
+        self._load_projections(tensors)
+        weight = self._joined_weight()
+        if self.fill_proj.weight.shape == weight.shape:  # CUDA graphs read it where it lies
+            self.fill_proj.weight.data.copy_(weight)
+        else:  # a CPU has packed it away, and left an empty one
+            self.fill_proj.weight = nn.Parameter(weight, requires_grad=False)
+        self.fill_proj.quant_method.process_weights_after_loading(self.fill_proj)
 
     def _scales_of_inputs(self) -> torch.Tensor:
         """Return what makes the target's normed states those that the projection was trained on, [its inputs] float32.

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from vllm_eesd.host.compat import direct_register_custom_op, get_forward_context
+from vllm_eesd.host.compat import direct_register_custom_op, get_forward_context, maybe_transfer_kv_layer
 
 if TYPE_CHECKING:
     from vllm.model_executor.layers.attention import Attention
@@ -42,11 +42,15 @@ def kv_fill(
         layer_name: of the exit layer's `Attention`.
     Source: vllm/model_executor/layers/attention/attention.py, unified_kv_cache_update.
     """
+    if get_forward_context().slot_mapping.get(layer_name) is not None:  # None while profiling and warming up
+        _fill(key, value, positions, layer_name)
+
+
+@maybe_transfer_kv_layer
+def _fill(key: torch.Tensor, value: torch.Tensor, positions: torch.Tensor, layer_name: str) -> None:
+    """Write as `kv_fill` says, and tell a KV connector of this layer, whose attention does not run to do so."""
     context = get_forward_context()
-    slot_mapping = context.slot_mapping.get(layer_name)
-    if slot_mapping is None:  # profiling and warm-up
-        return
-    attention = context.no_compile_layers[layer_name]
+    attention, slot_mapping = context.no_compile_layers[layer_name], context.slot_mapping[layer_name]
     getattr(attention, "eesd_fill", write_kv)(attention, attention.kv_cache, slot_mapping, key, value, positions)
 
 

@@ -5,11 +5,15 @@ Nothing else reads attributes of the runner's batch.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
+from vllm_eesd.host.v1.shared_noise import knows, processed_rows
+from vllm_eesd.host.v1.thinking import count_by_request
 from vllm_eesd.round.requests import NewRequest, RunningRequests
 from vllm_eesd.round.slots import RequestSlots
 
@@ -38,6 +42,8 @@ class V1Step:
         self.req_ids: list[str] = runner.input_batch.req_ids
         #: Requests that ended since the last step, and tokens of the step's forward.
         self.finished: set[str] = scheduler_output.finished_req_ids
+        #: Requests preempted since: they come back without the drafts they had.
+        self.preempted: set[str] = scheduler_output.preempted_req_ids or set()
         self.num_scheduled_tokens: int = scheduler_output.total_num_scheduled_tokens
 
     def __len__(self) -> int:
@@ -46,6 +52,17 @@ class V1Step:
     def only_decoded(self) -> bool:
         """Return whether every row ran one token and emitted one, and no request has ended since."""
         return not self.finished and self.num_scheduled_tokens == len(self) and all(self.emitted)
+
+    def decoded(self) -> np.ndarray:
+        """Return which rows ran the last token of their output, drafts aside, and emitted some, [num_reqs] bool.
+
+        A prompt does not, nor does one that a preempted request runs again, output and all.
+        """
+        scheduled, drafts = self._scheduled.num_scheduled_tokens, self._scheduled.scheduled_spec_decode_tokens
+        ran_one = [scheduled[name] == 1 + len(drafts.get(name, ())) for name in self.req_ids]
+        num_emitted = np.array([len(tokens) for tokens in self.emitted])
+        had_output = self.num_tokens() - self.num_prompt_tokens() > num_emitted
+        return np.array(ran_one, dtype=bool) & (num_emitted > 0) & had_output
 
     def num_tokens(self) -> np.ndarray:
         """Return the length of each row's text, prompt and output, [num_reqs] int64."""
@@ -95,9 +112,22 @@ class V1Step:
         """Return each row's temperature, [num_reqs] float32; 0 is greedy."""
         return self._batch.temperature_cpu[: len(self.req_ids)]
 
+    def top_k_and_top_p(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Return each row's top-k and top-p, [num_reqs], the vocabulary's size and 1 where it has none; None: none has.
+
+        They are those of the last batch sampled: it has these rows.
+        """
+        batch, num_reqs = self._batch, len(self.req_ids)
+        top_k = None if batch.no_top_k else batch.top_k_cpu_tensor[:num_reqs]
+        return top_k, None if batch.no_top_p else batch.top_p_cpu_tensor[:num_reqs]
+
     def generators(self) -> dict[int, torch.Generator]:
-        """Return the generators of the rows whose requests have a seed."""
+        """Return the generators of the rows whose requests have one of their own, as those with a seed do."""
         return self._batch.generators
+
+    def noise_sampler(self) -> Callable[..., tuple[torch.Tensor, object]]:
+        """Return what makes tokens of logits at their temperatures, generators by row, and top-k and top-p."""
+        return self.runner.sampler.topk_topp_sampler
 
     def has_grammar(self) -> np.ndarray:
         """Return which rows' requests have a grammar, [num_reqs] bool."""
@@ -166,6 +196,73 @@ def block_table_of(runner: GPUModelRunner, group_id: int) -> BlockTable:
 def sampling_of(runner: GPUModelRunner) -> tuple[SamplingMetadata, list[str]]:
     """Return what the rows of the batch are sampled with, and their requests."""
     return runner.input_batch.sampling_metadata, runner.input_batch.req_ids
+
+
+def has_unknown_processors(runner: GPUModelRunner) -> bool:
+    """Return whether the engine has logits processors that are not vLLM's: what they do is known of no draft."""
+    return not knows(runner.input_batch.logitsprocs.all)
+
+
+def processed_rows_of(runner: GPUModelRunner) -> set[int]:
+    """Return `processed_rows` of the batch."""
+    batch = runner.input_batch
+    return processed_rows(batch.logitsprocs.all, batch.thinking_budget_state_holder, len(batch.req_ids))
+
+
+def count_thoughts_by_request(runner: GPUModelRunner) -> None:
+    """See `count_by_request`; called before a batch is sampled."""
+    batch = runner.input_batch
+    holder = batch.thinking_budget_state_holder
+    if holder is not None and holder.has_tracked_requests():
+        params = (runner.requests[request_id].sampling_params for request_id in batch.req_ids)
+        count_by_request(holder, [p is not None and p.thinking_token_budget is not None for p in params])
+
+
+@contextlib.contextmanager
+def sampled_with(runner: GPUModelRunner, sampling: SamplingMetadata) -> Iterator[None]:
+    """Have the batch sampled with other metadata than its own."""
+    batch = runner.input_batch
+    own, batch.sampling_metadata = batch.sampling_metadata, sampling
+    try:
+        yield
+    finally:
+        batch.sampling_metadata = own
+
+
+def seed_requests(runner: GPUModelRunner, every: bool) -> None:
+    """Give requests that sample without a seed a generator of their own, seeded by the process's.
+
+    Args:
+        every: all of them; otherwise those that can be verified by shared noise only, see `processed_rows`.
+    """
+    input_batch = runner.input_batch
+    if len(input_batch.generators) == len(input_batch.random_reqs):
+        return
+    processed = () if every else processed_rows_of(runner)
+    for row, request_id in enumerate(input_batch.req_ids):
+        if not every and row not in processed:
+            continue
+        if request_id in input_batch.random_reqs and row not in input_batch.generators:
+            generator = torch.Generator()
+            generator.manual_seed(int(torch.randint(2**63 - 1, ())))
+            input_batch.generators[row] = runner.requests[request_id].generator = generator
+
+
+@contextlib.contextmanager
+def discarded_rows_draw_nothing(runner: GPUModelRunner) -> Iterator[None]:
+    """Within this context, rows whose sampled token is discarded, those of prompt chunks, have no generator.
+
+    vLLM sets such a generator back by its offset, which a CPU's has not: plain vLLM 0.32 ends there.
+    """
+    input_batch = runner.input_batch
+    discarded = runner.discard_request_mask.np[: input_batch.num_reqs]
+    kept = {row: generator for row, generator in input_batch.generators.items() if discarded[row]}
+    for row in kept:
+        del input_batch.generators[row]
+    try:
+        yield
+    finally:
+        input_batch.generators.update(kept)
 
 
 def _describe(request: CachedRequestState) -> NewRequest:

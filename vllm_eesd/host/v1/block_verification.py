@@ -41,11 +41,11 @@ class Proposals(NamedTuple):
         gathered = np.zeros((len(num_drafts), max(num_drafts), self.q.shape[1]), dtype=np.float32)
         tokens = iter(token_ids)
         for request, (num, first) in enumerate(zip(num_drafts, self.first_q.tolist(), strict=True)):
-            drafts = [next(tokens) for _ in range(num)]
-            if first >= 0:
-                gathered[request, :num] = self.q[first : first + num]
-            else:
-                gathered[request, np.arange(num), np.array(drafts, dtype=np.int64).clip(0)] = 1.0
+            drafts = np.array([next(tokens) for _ in range(num)], dtype=np.int64)
+            # Placeholders were drawn from nothing, whatever is kept of drafts that the scheduler dropped.
+            num_drawn = np.count_nonzero(drafts >= 0) if first >= 0 else 0
+            gathered[request, :num_drawn] = self.q[first : first + num_drawn]
+            gathered[request, np.arange(num_drawn, num), drafts[num_drawn:].clip(0)] = 1.0
         return torch.from_numpy(gathered)
 
 

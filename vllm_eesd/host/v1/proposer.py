@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -10,17 +11,19 @@ import torch
 from torch import nn
 
 from vllm_eesd.host.circuit_breaker import CircuitBreaker
-from vllm_eesd.host.compat import VllmConfig, get_tp_group, set_model_tag
+from vllm_eesd.host.compat import VllmConfig, get_tp_group, init_logger, set_model_tag
 from vllm_eesd.host.metrics import publish
 from vllm_eesd.host.model.draft_step import DraftStep, compile_draft_step
 from vllm_eesd.host.model.exit_head import load_head
+from vllm_eesd.host.model.new_weights import follow_new_weights
 from vllm_eesd.host.round_setup import agree_on_times, build_policy_of, is_watched, open_trace
 from vllm_eesd.host.speculative import EESDSpeculativeConfig
-from vllm_eesd.host.v1.batch import BatchRequests, V1Step
+from vllm_eesd.host.v1.batch import BatchRequests, V1Step, has_unknown_processors
 from vllm_eesd.host.v1.block_verification import compile_now
 from vllm_eesd.host.v1.cost_profile import profile_costs
 from vllm_eesd.host.v1.draft_rows import DraftRows
 from vllm_eesd.host.v1.draft_sampling import DraftSampling
+from vllm_eesd.host.v1.step_output import with_drafts
 from vllm_eesd.policy import DraftLengthPolicy, Outcome
 from vllm_eesd.round.counters import DraftStats
 from vllm_eesd.round.draft import DraftRound, draft_tokens
@@ -33,7 +36,10 @@ from vllm_eesd.traces.rounds import Drafts, Judged
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.outputs import ModelRunnerOutput
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+logger = init_logger("vllm.eesd")
 
 
 class EarlyExitProposer:
@@ -48,18 +54,19 @@ class EarlyExitProposer:
         config = vllm_config.speculative_config
         assert isinstance(config, EESDSpeculativeConfig)
         self.vllm_config, self.config = vllm_config, config
+        config.engine_index = vllm_config.parallel_config.data_parallel_index
         self.max_num_reqs = vllm_config.scheduler_config.max_num_seqs
         self.num_speculative_tokens = config.num_speculative_tokens
         self.stats, self.breaker = DraftStats(config.num_speculative_tokens), CircuitBreaker()
         #: None drafts greedily.
         self.sampling = DraftSampling() if config.eesd.draws_drafts else None
         if get_tp_group().rank_in_group == 0:
-            rank = vllm_config.parallel_config.data_parallel_rank
-            publish(config.metrics_directory, rank, self.stats, self.breaker)
+            publish(config.metrics_directory, config.engine_index, self.stats, self.breaker)
         #: While set, drafts are recorded instead of verified.
         self.recorder: DenseRecorder | None = None
         self.round_trace = open_trace(config)
         self._rows: DraftRows | None = None
+        self._has_unknown_processors: bool | None = None
         self._ngrams = NgramDrafter(self.max_num_reqs, self.num_speculative_tokens)
         compile_now()
         self.use_policy(build_policy_of(config, self.max_num_reqs))
@@ -85,6 +92,7 @@ class EarlyExitProposer:
         """
         config = self.config.exit_head
         head = load_head(self.vllm_config, target, config, self.config.head_directory)
+        self._target_and_head = target, head
         with set_model_tag("eesd_draft"):
             self._step = DraftStep(vllm_config=self.vllm_config, target=target, exit_layer=config.exit_layer, head=head)
         self._layer_names = [layer.self_attn.attn.layer_name for layer in target.model.layers[: config.exit_layer]]
@@ -92,9 +100,23 @@ class EarlyExitProposer:
             self._layer_names += head.attention_names
         compile_draft_step(self._step, self.vllm_config, torch.device("cpu"))
 
+    def target_changed(self) -> None:
+        """Take in that the target has other weights: what was derived of them, and learned of its drafts, begins anew.
+
+        Called between two steps, inside `set_current_vllm_config`.
+        """
+        follow_new_weights(*self._target_and_head)
+        self.use_policy(build_policy_of(self.config, self.max_num_reqs, costs=self.policy.costs))
+
     def profile_costs(self, runner: GPUModelRunner) -> None:
         """Time steps of a few sizes, so that the first requests are not the ones to learn from. Called at start-up."""
         profile_costs(runner, self._step, self.policy.costs)
+
+    def sample_tokens(
+        self, sample: Callable[[], ModelRunnerOutput | None], runner: GPUModelRunner
+    ) -> ModelRunnerOutput | None:
+        """Return what `sample` does, which verifies a step's drafts and has `propose_round` called, with the drafts."""
+        return with_drafts(sample, runner, self.config.eesd.unseeded_verification == "shared_noise")
 
     def propose(self, *args: object, **kwargs: object) -> list[list[int]]:
         """Refuse: without its seam the runner gives a proposer too little to draft with."""
@@ -121,7 +143,7 @@ class EarlyExitProposer:
             num_reqs lists of token ids.
         """
         nothing: list[list[int]] = [[] for _ in sampled_token_ids]
-        if self.breaker.is_open:
+        if self.breaker.is_open or self._drafts_nothing(runner):
             return nothing
         step = V1Step(runner, scheduler_output, sampled_token_ids)
         try:
@@ -134,6 +156,14 @@ class EarlyExitProposer:
             return nothing
         self.breaker.passed()
         return drafts
+
+    def _drafts_nothing(self, runner: GPUModelRunner) -> bool:
+        """Return whether no request may draft in this engine, which is said once."""
+        if self._has_unknown_processors is None:
+            self._has_unknown_processors = has_unknown_processors(runner)
+            if self._has_unknown_processors:
+                logger.warning("eesd: with custom logits processors nothing is drafted: requests go on without it")
+        return self._has_unknown_processors
 
     def _start_afresh(self, request_ids: list[str]) -> None:
         """Drop what a failed round may have left half written; the next one admits its requests anew.
@@ -163,7 +193,7 @@ class EarlyExitProposer:
         if num_skipped:
             self.policy.skipped(self._requests.last_slots, num_skipped)
         slots, num_tokens = self._requests.slots_of(step), step.num_tokens()
-        num_decoded = self._learn_outcome(step, slots, num_tokens)
+        num_decoded = self._learn_outcome(step, slots)
         limits = self._requests.draft_limits(slots, num_tokens, step.emitted)
         ngrams = self._find_ngrams(step, slots, num_tokens, limits)
         drafting_began = time.perf_counter()
@@ -173,11 +203,10 @@ class EarlyExitProposer:
         self._end_round(step, round_, drafts, (began, drafting_began))
         return self._verified(step, round_, drafts)
 
-    def _learn_outcome(self, step: V1Step, slots: np.ndarray, num_tokens: np.ndarray) -> int:
-        """Learn from the round just verified and return its requests; prompt chunks and first tokens are none."""
-        num_outputs = (num_tokens - step.num_prompt_tokens()).tolist()
+    def _learn_outcome(self, step: V1Step, slots: np.ndarray) -> int:
+        """Learn from the round just verified and return its requests; prompts, run again or not, are none."""
         drafts = step.judged_drafts()
-        rows = [row for row, tokens in enumerate(step.emitted) if tokens and num_outputs[row] > len(tokens)]
+        rows = np.flatnonzero(step.decoded()).tolist()
         judged = [Judged(step.req_ids[row], drafts[row], step.emitted[row]) for row in rows]
         if not rows:
             return 0

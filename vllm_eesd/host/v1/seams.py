@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING
 
+from vllm_eesd.host.engine_seams import drafter_of, is_eesd_config
 from vllm_eesd.host.seams import Seam, seam
 
 if TYPE_CHECKING:
     from vllm_eesd.host.v1.proposer import EarlyExitProposer
 
-#: What a worker sends instead of drafts where no request has any.
-NO_DRAFTS = ()
 SEAMS: list[Seam] = []
 #: Faults of vLLM 0.32's own sampled verification on CPUs, which EESD mends for itself.
 MENDED = tuple(f"vllm.v1.sample.rejection_sampler:{name}" for name in ("expand_batch_to_tokens", "rejection_sample"))
@@ -18,8 +18,7 @@ MENDED = tuple(f"vllm.v1.sample.rejection_sampler:{name}" for name in ("expand_b
 
 def _drafter_of(runner: object) -> EarlyExitProposer | None:
     """Return EESD's drafter; None where it is one of vLLM's own, or where a pipeline rank has none."""
-    drafter = getattr(runner, "drafter", None)
-    return drafter if hasattr(drafter, "propose_round") else None
+    return drafter_of(runner, "propose_round")
 
 
 @seam(
@@ -75,6 +74,40 @@ def _calc_spec_decode_metadata(original, self, num_draft_tokens, cu_num_schedule
 
 @seam(
     SEAMS,
+    target="vllm.v1.worker.gpu_model_runner:build_logitsprocs",
+    digests=("4d4868c70d80be01",),
+    why="under speculation vLLM makes only the processor of min_tokens; EESD's verification knows those of min_p and "
+    "logit_bias, and drafts nothing where there are others",
+    retired_by="the rejection sampler applying all of a request's logits processors",
+    platform="cpu",
+)
+def build_logitsprocs(original, vllm_config, *args, **kwargs):
+    if is_eesd_config(vllm_config.speculative_config):
+        vllm_config = copy.copy(vllm_config)
+        vllm_config.speculative_config = None
+    return original(vllm_config, *args, **kwargs)
+
+
+@seam(
+    SEAMS,
+    target="vllm.v1.sample.ops.topk_topp_sampler:apply_top_k_top_p_pytorch",
+    digests=("5fac3d47cd7064c7",),
+    why="a row with top-p is sorted whole, for every token verified: 3 ms each where the vocabulary is 49,152; its "
+    "largest logits show where to cut",
+    retired_by="vLLM finding the cut on CPUs without sorting",
+    platform="cpu",
+)
+def apply_top_k_top_p_pytorch(original, logits, k, p, *args, **kwargs):
+    from vllm_eesd.host.v1.truncation import apply_top_k_top_p
+
+    def by_sorting(*of_rows):
+        return original(*of_rows, *args, **kwargs)
+
+    return apply_top_k_top_p(by_sorting, logits, k, p)
+
+
+@seam(
+    SEAMS,
     target="vllm.v1.sample.rejection_sampler:expand_batch_to_tokens",
     digests=("8fcf791699dae7a4",),
     why="on a CPU 0.32 writes temperature, top-k and top-p of drafted rows into a copy: sampling uses stray memory",
@@ -102,20 +135,3 @@ def rejection_sample(original, draft_token_ids, *args, **kwargs):
     from vllm_eesd.host.v1.verification import reject_placeholders
 
     return reject_placeholders(original, draft_token_ids, *args, **kwargs)
-
-
-@seam(
-    SEAMS,
-    target="vllm.v1.worker.gpu_worker:Worker.sample_tokens",
-    digests=("123955ae688517c8",),
-    why="drafts travel with the step's output; fetching them is a message more, 5% of a small model's step",
-    retired_by="ModelRunnerOutput carrying draft tokens",
-    platform="cpu",
-)
-def sample_tokens(original, self, *args, **kwargs):
-    output = original(self, *args, **kwargs)
-    if _drafter_of(self.model_runner) is not None and output is not None:
-        drafts = self.model_runner.take_draft_token_ids()
-        # Empty drafts need not travel: the scheduler empties a request's when it schedules them.
-        output.eesd_drafts = drafts if drafts is None or any(drafts.draft_token_ids) else NO_DRAFTS
-    return output

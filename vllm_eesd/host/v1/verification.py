@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,13 +15,16 @@ from vllm_eesd.host.compat import (
     MinTokensLogitsProcessor,
     SamplerOutput,
     SpecDecodeMetadata,
+    apply_top_k_top_p,
 )
-from vllm_eesd.host.v1.batch import sampling_of
+from vllm_eesd.host.v1 import shared_noise
+from vllm_eesd.host.v1.batch import processed_rows_of, sampled_with, sampling_of
 from vllm_eesd.host.v1.block_verification import Proposals, verify_blocks
 from vllm_eesd.host.v1.draft_sampling import DraftSampling
 from vllm_eesd.kernels.cpu.row_reductions import row_argmax
 
 if TYPE_CHECKING:
+    from vllm.v1.outputs import LogprobsTensors
     from vllm.v1.sample.logits_processor import LogitsProcessor
     from vllm.v1.sample.metadata import SamplingMetadata
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
@@ -42,7 +46,11 @@ def sample(
     metadata: SpecDecodeMetadata,
     draft_sampling: DraftSampling | None,
 ) -> SamplerOutput:
-    """Return the tokens of a step: by vLLM's own sampler where something else than a temperature changes the logits.
+    """Return the tokens of a step.
+
+    Requests that draw from a generator of their own, as those with a seed do, are verified by shared noise, and those
+    that want min_p, logit_bias or a thinking budget; all of them are where no draft was drawn by itself, for that is a
+    plain step's sampling and an equality.
 
     Args:
         runner: vLLM's GPUModelRunner, on a CPU.
@@ -57,14 +65,61 @@ def sample(
         # Without drafts there is one row per request, as in a plain step: sample them as a plain step does.
         return host_sample(runner, logits, None)
     sampling, request_ids = sampling_of(runner)
+    if not shared_noise.knows(sampling.logitsprocs.all):
+        return _sample_without_drafts(runner, host_sample, logits, metadata)
+    processed = processed_rows_of(runner)
     proposals = None
     if draft_sampling is not None:
         proposals = draft_sampling.proposals(request_ids, metadata.num_draft_tokens, logits.shape[-1])
-    if not only_temperature(sampling):
+    if not processed and not sampling.generators:
+        return _sample_by_ratio(runner, host_sample, logits, metadata, proposals)
+    all_certain = proposals is None or not len(proposals.q)
+    requests = range(len(request_ids)) if all_certain else sorted(processed | sampling.generators.keys())
+    if not all_certain:
+        others = shared_noise.without_them(sampling) if processed else sampling
+        with shared_noise.hidden(sampling.generators), sampled_with(runner, others):
+            output = _sample_by_ratio(runner, host_sample, logits, metadata, proposals)
+    rows = shared_noise.sample_rows(runner.sampler, logits, metadata, sampling, requests)
+    sampled = keep_while_equal(rows.tokens, rows.drafts)
+    rows.set_back(sampled)
+    if all_certain:
+        return SamplerOutput(torch.from_numpy(sampled), rows.logprobs_of(sampled.shape[1]))
+    return shared_noise.replace_rows(output, rows, sampled)
+
+
+def _sample_without_drafts(
+    runner: GPUModelRunner,
+    host_sample: Callable[..., SamplerOutput],
+    logits: torch.Tensor,
+    metadata: SpecDecodeMetadata,
+) -> SamplerOutput:
+    """Return what a plain step emits, a token a request, whatever was drafted: for what cannot be verified."""
+    num_rows = torch.tensor(metadata.num_draft_tokens) + 1
+    sampling, _ = sampling_of(runner)
+    with sampled_with(runner, replace(sampling, spec_token_ids=None)):
+        return host_sample(runner, logits[num_rows.cumsum(0) - num_rows], None)
+
+
+def _sample_by_ratio(
+    runner: GPUModelRunner,
+    host_sample: Callable[..., SamplerOutput],
+    logits: torch.Tensor,
+    metadata: SpecDecodeMetadata,
+    proposals: Proposals | None,
+) -> SamplerOutput:
+    """Return what `sample` does: by vLLM's own sampler where more is wanted than tokens."""
+    sampling, request_ids = sampling_of(runner)
+    if not wants_only_tokens(sampling):
         if proposals is not None and len(proposals.q):
             runner._draft_probs = proposals.dense(metadata.num_draft_tokens, metadata.draft_token_ids.tolist())
             runner._draft_prob_req_ids = list(request_ids)
+        if sampling.logprob_token_ids:
+            return _with_named_logprobs(runner, host_sample, logits, metadata, sampling)
         return host_sample(runner, logits, metadata)
+    rows = None
+    if not only_temperature(sampling):
+        rows = shared_noise.sampling_of_step(sampling, metadata)
+        logits = runner.sampler.apply_logits_processors(logits.to(torch.float32, copy=True), rows, False)
     if sampling.all_greedy:
         # The argmax a plain step takes, over all rows at once.
         best = runner.sampler.greedy_sample(logits.float()).tolist()
@@ -75,8 +130,39 @@ def sample(
         input_token_ids[metadata.target_logits_indices + 1] = metadata.draft_token_ids
         if proposals is None:
             proposals = Proposals.none(len(request_ids), logits.shape[-1])
-        sampled = _verify(logits, input_token_ids, metadata, sampling, proposals)
+        sampled = _verify(logits, input_token_ids, metadata, sampling, proposals, rows)
     return SamplerOutput(sampled_token_ids=torch.from_numpy(sampled), logprobs_tensors=None)
+
+
+def _with_named_logprobs(
+    runner: GPUModelRunner,
+    host_sample: Callable[..., SamplerOutput],
+    logits: torch.Tensor,
+    metadata: SpecDecodeMetadata,
+    sampling: SamplingMetadata,
+) -> SamplerOutput:
+    """Return what vLLM's rejection sampler does, with the logprobs of the token ids that requests name.
+
+    It takes what its sampler gathers of them for the logprobs of all tokens and raises (vLLM issue 42592). So the
+    sampler is asked for these only where the rejection sampler has those of every token emitted.
+    """
+    sampler, num_rows = runner.sampler, metadata.max_spec_len + 1
+    named = {
+        request * num_rows + row: token_ids
+        for request, token_ids in sampling.logprob_token_ids.items()
+        for row in range(num_rows)
+    }
+
+    def gather_named(logprobs: torch.Tensor, num_logprobs: int, token_ids: torch.Tensor) -> LogprobsTensors:
+        return sampler.gather_specific_token_logprobs(logprobs, named, token_ids)
+
+    unnamed = replace(sampling, logprob_token_ids=None, max_num_logprobs=sampling.max_num_logprobs or 0)
+    sampler.gather_logprobs = gather_named
+    try:
+        with sampled_with(runner, unnamed):
+            return host_sample(runner, logits, metadata)
+    finally:
+        del sampler.gather_logprobs
 
 
 def nothing_to_verify(cu_num_scheduled_tokens: np.ndarray) -> SpecDecodeMetadata:
@@ -98,22 +184,27 @@ def nothing_to_verify(cu_num_scheduled_tokens: np.ndarray) -> SpecDecodeMetadata
     )
 
 
-def only_temperature(sampling: SamplingMetadata) -> bool:
-    """Return whether no request of the batch wants more than a temperature: no other change of logits, no logprobs.
+def wants_only_tokens(sampling: SamplingMetadata) -> bool:
+    """Return whether no request of the batch wants logprobs.
 
     Args:
         sampling: vLLM's SamplingMetadata.
     """
-    holder = sampling.thinking_budget_state_holder
+    return sampling.max_num_logprobs is None and not sampling.logprob_token_ids
+
+
+def only_temperature(sampling: SamplingMetadata) -> bool:
+    """Return whether nothing changes the logits of the batch but a temperature.
+
+    Args:
+        sampling: vLLM's SamplingMetadata.
+    """
     return (
         sampling.no_penalties
-        and sampling.max_num_logprobs is None
-        and not sampling.logprob_token_ids
         and sampling.top_k is None
         and sampling.top_p is None
         and sampling.allowed_token_ids_mask is None
         and not sampling.bad_words_token_ids
-        and not (holder is not None and holder.has_tracked_requests())
         and all(_is_idle(processor) for processor in sampling.logitsprocs.all)
     )
 
@@ -124,14 +215,14 @@ def _is_idle(processor: LogitsProcessor) -> bool:
     return state is not None and not getattr(processor, state)
 
 
-def keep_while_equal(best: list[int], metadata: SpecDecodeMetadata) -> np.ndarray:
+def keep_while_equal(best: list[int], metadata: SpecDecodeMetadata | shared_noise.Drafts) -> np.ndarray:
     """Return the target's own tokens up to the first that is not the draft's, per request.
 
     What is accepted is what the target would have said: so its own tokens are the output, one more than were accepted.
     In Python, which is done before an array operation is dispatched: there are a few dozen tokens.
 
     Args:
-        best: num_logits token ids, the target's most probable one after each input token.
+        best: num_logits token ids, the target's after each input token.
         metadata: vLLM's SpecDecodeMetadata; a draft of -1 is a placeholder.
     Returns:
         [num_reqs, longest draft + 1] int32, -1 after a request's last token.
@@ -154,8 +245,13 @@ def _verify(
     metadata: SpecDecodeMetadata,
     sampling: SamplingMetadata,
     proposals: Proposals,
+    rows: SamplingMetadata | None,
 ) -> np.ndarray:
-    """Return what greedy and sampled requests emit, [num_reqs, longest draft + 1] int32, see `verify_blocks`."""
+    """Return what greedy and sampled requests emit, [num_reqs, longest draft + 1] int32, see `verify_blocks`.
+
+    Args:
+        rows: as which requests of a plain step the rows of logits are sampled; None where by a temperature alone.
+    """
     cu_num_logits = np.zeros(len(proposals.first_q) + 1, dtype=np.int64)
     cu_num_logits[1:] = metadata.cu_num_sampled_tokens
     temperature = sampling.temperature.numpy()
@@ -163,14 +259,17 @@ def _verify(
     scale = torch.from_numpy(np.where(greedy, np.float32(1.0), temperature).repeat(np.diff(cu_num_logits)))
     # float64, because float32 draws are exactly 0 once in 16 million times, and 0 refuses nothing that is possible.
     uniforms = torch.rand(len(logits), 2, dtype=torch.float64)
-    for request, generator in sampling.generators.items():
-        uniforms[cu_num_logits[request] : cu_num_logits[request + 1]].uniform_(generator=generator)
     if len(proposals.q):  # a target's vocabulary may be padded further than its draft's
         logits = logits[:, : proposals.q.shape[1]]
     best = np.full(len(logits), -1)
     if greedy.any():
         best = np.where(greedy.repeat(np.diff(cu_num_logits)), row_argmax(logits).numpy(), -1)
-    p = (logits.float() / scale[:, None]).softmax(dim=-1).numpy()
+    scaled = logits.float() / scale[:, None]
+    if rows is not None:
+        for processor in rows.logitsprocs.argmax_invariant:
+            scaled = processor.apply(scaled)
+        scaled = apply_top_k_top_p(scaled, rows.top_k, rows.top_p)
+    p = scaled.softmax(dim=-1).numpy()
     sampled = np.empty((len(greedy), metadata.max_spec_len + 1), dtype=np.int32)
     ids = input_token_ids.numpy().astype(np.int64)
     verify_blocks(p, proposals, ids, cu_num_logits, best, uniforms.numpy(), sampled)

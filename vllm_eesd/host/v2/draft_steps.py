@@ -21,6 +21,7 @@ from vllm_eesd.host.v2.compat import (
     init_attn_backend,
     set_forward_context,
 )
+from vllm_eesd.host.v2.drawing import DRAWN, GREEDY, SHARED
 from vllm_eesd.kernels.cpu.draft_inputs import DraftInputs, Drafts
 from vllm_eesd.kernels.cpu.noise import draw_counters
 from vllm_eesd.kernels.gpu.draft_inputs import advance_draft_inputs, prepare_draft_inputs
@@ -33,12 +34,14 @@ if TYPE_CHECKING:
 
 logger = init_logger("vllm.eesd")
 Metadata = dict[str, object] | None
+KINDS = {GREEDY: "greedy", DRAWN: "drawn", SHARED: "seeded"}
 
 
 class DraftSteps(DraftModelSpeculator):
     """The device's side of a speculator whose draft model is the head of the target.
 
-    Rounds with a drawn draft have draft steps, and CUDA graphs, of their own: only they make noise and keep logits.
+    Rounds with a drawn draft have draft steps, and CUDA graphs, of their own: only they make noise and keep logits. So
+    have those with a draft that is drawn by the target's noise.
     Every draft step runs all rows of the batch; a row that may not write (a prompt chunk, a dummy, one at the end of
     its KV blocks) has request index -1, for which vLLM maps tokens to no slot.
 
@@ -47,14 +50,14 @@ class DraftSteps(DraftModelSpeculator):
     Attributes:
         shared_layer_names: attention layers of the target that a draft step runs through; set while loading.
         kernel_step, kernel_rows: the greedy draft step that batches of up to so many rows run instead of `model`.
-        draws: whether drafts of this round are drawn at their requests' temperatures.
+        draws: how drafts of this round are made, see `drawing`: GREEDY, DRAWN at their requests' temperatures, SHARED.
     Source: vllm/v1/worker/gpu/spec_decode/target_dependent_ar/speculator.py.
     """
 
     shared_layer_names: set[str]
     kernel_step: nn.Module | None = None
     kernel_rows = 0
-    draws = False
+    draws = GREEDY
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
         super().__init__(vllm_config, device)
@@ -80,7 +83,9 @@ class DraftSteps(DraftModelSpeculator):
         #: [max_num_reqs, hidden_size], see `ExitHead.round_context`; None if the head wants none.
         self._round_context: torch.Tensor | None = None
         #: By `draws`; none until memory is profiled.
-        self._graphs: dict[bool, SpeculatorCudaGraphManager] = {}
+        self._graphs: dict[int, SpeculatorCudaGraphManager] = {}
+        #: [max_num_reqs], by request state: whether its drafts are drawn by the target's noise.
+        self.shares_noise = torch.zeros(self.max_num_reqs, dtype=torch.bool, device=device)
         #: Has the next forward, of so many tokens, run without LoRA adapters.
         self._without_adapters: Callable[[int], None] = lambda num_tokens: None
         #: vLLM's, from `set_attn` on; the run that profiles memory comes before there is a KV cache.
@@ -110,7 +115,7 @@ class DraftSteps(DraftModelSpeculator):
         support = self.attn_cg_support.min_cg_support.value
         able = cudagraph_mode and support >= AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE.value
         mode = CUDAGraphMode.FULL_DECODE_ONLY if able else CUDAGraphMode.NONE
-        for draws in (False,) if self.draft_logits is None else (False, True):
+        for draws in (GREEDY,) if self.draft_logits is None else (GREEDY, DRAWN, SHARED):
             self._graphs[draws] = SpeculatorCudaGraphManager(self.vllm_config, self.device, mode, decode_query_len=1)
         logger.info("EESD: CUDA graphs of verification: %s; of draft steps: %s", cudagraph_mode.name, mode.name)
 
@@ -128,9 +133,9 @@ class DraftSteps(DraftModelSpeculator):
                 self.block_tables,
                 self.attn_groups,
                 self.kv_cache_config,
-                progress_bar_desc=f"Capturing EESD draft steps ({'drawn' if draws else 'greedy'} drafts)",
+                progress_bar_desc=f"Capturing EESD draft steps ({KINDS[draws]} drafts)",
             )
-        self.draws = False
+        self.draws = GREEDY
 
     def _prepare(
         self, step: TargetStep, temperature: torch.Tensor, seeds: torch.Tensor, dummy_run: bool = False
@@ -213,7 +218,7 @@ class DraftSteps(DraftModelSpeculator):
             )
         drafted, confidence = best[:num_reqs], confidence[:num_reqs]
         if self.draws:
-            drafted = self._sample(self.model.whole_logits(logits[0][:num_reqs]))
+            drafted = self._sample(self.model.whole(logits[0][:num_reqs]))
         advance_draft_inputs(inputs, self._drafts, drafted, confidence, self.max_model_len)
 
     def _sample(self, logits: torch.Tensor) -> torch.Tensor:
@@ -223,15 +228,22 @@ class DraftSteps(DraftModelSpeculator):
             logits: [num_reqs, vocab_size].
         """
         num_reqs, inputs = len(logits), self._inputs
-        return gumbel_sample(
+        slots, positions = self.idx_mapping[:num_reqs], inputs.positions[:num_reqs]
+        sampling = self.temperature, self.seeds
+        tokens = gumbel_sample(
             logits,
-            self.idx_mapping[:num_reqs],
-            self.temperature,
-            self.seeds,
-            draw_counters(inputs.positions[:num_reqs], inputs.columns[:num_reqs]),
+            slots,
+            *sampling,
+            draw_counters(positions, inputs.columns[:num_reqs]),
             apply_temperature=True,
             is_drafting=True,
             logits_cache=self.draft_logits,
             logits_cache_col=inputs.columns[0],
             use_fp64=self.use_fp64_gumbel,
         )
+        if self.draws != SHARED:
+            return tokens
+        # By the noise of the plain step that will choose the target's token there.
+        noise = {"apply_temperature": True, "is_drafting": False, "use_fp64": self.use_fp64_gumbel}
+        as_the_target = gumbel_sample(logits, slots, *sampling, positions, **noise)
+        return torch.where(self.shares_noise[slots.clamp(min=0)], as_the_target, tokens)

@@ -13,37 +13,54 @@ if TYPE_CHECKING:
     from vllm import SamplingParams
 
 
+#: How the drafts of a round are made: the most probable ones; some drawn; some drawn by the target's own noise.
+GREEDY, DRAWN, SHARED = range(3)
+
+
 class Drawing:
     """What requests ask for that decides how their drafts are made and verified.
 
     Args:
         max_num_reqs, max_model_len: the engine's.
         draws_drafts: whether drafts of requests that sample are drawn at all.
+        unseeded_too: see `Verification`.
     Attributes:
         has_grammar: [max_num_reqs] bool, by slot: a grammar cuts drafts for their tokens, so those are not drawn.
+        names_logprobs: [max_num_reqs] bool, by slot: whose logprobs vLLM's rejection sampler would get wrong.
+        may_share: whether this engine's verification can be by shared noise.
+        shares_noise: [max_num_reqs] bool, by slot: drafts are drawn by the noise that the target's tokens will be, and
+            must equal them; these may be cut for what they are.
     Raises:
         ValueError: texts may grow beyond the positions that the noise of drawn drafts tells apart.
     """
 
-    def __init__(self, max_num_reqs: int, max_model_len: int, draws_drafts: bool) -> None:
+    def __init__(self, max_num_reqs: int, max_model_len: int, draws_drafts: bool, unseeded_too: bool = False) -> None:
         if draws_drafts and max_model_len > MAX_POSITION:
             allowed = f'at most {MAX_POSITION}, or "draft_sample_method": "greedy"'
             raise ValueError(f"eesd: max_model_len={max_model_len} is too long to draw drafts; allowed: {allowed}")
-        self._draws_drafts = draws_drafts
-        self.has_grammar, self._samples = np.zeros((2, max_num_reqs), dtype=bool)
+        self._draws_drafts, self._unseeded_too, self.may_share = draws_drafts, unseeded_too, True
+        self.has_grammar, self.names_logprobs, self.shares_noise, self._samples = np.zeros(
+            (4, max_num_reqs), dtype=bool
+        )
 
     def admit(self, slot: int, params: SamplingParams) -> None:
         """Take in a slot's new request."""
         self.has_grammar[slot] = params.structured_outputs is not None
+        self.names_logprobs[slot] = bool(params.logprob_token_ids)
         self._samples[slot] = self._draws_drafts and params.temperature > 0
+        wanted = self.may_share and (self._unseeded_too or params.seed is not None)
+        self.shares_noise[slot] = self._samples[slot] and wanted
 
-    def any_drawn(self, round_: DraftRound) -> bool:
-        """Return whether any row has a draft drawn at its request's temperature."""
-        return bool((self._sampling(round_) & ~self.has_grammar[round_.slots]).any())
+    def kind(self, round_: DraftRound) -> int:
+        """Return how the drafts of a round are made: GREEDY, DRAWN or SHARED."""
+        sampling, shares = self._sampling(round_), self.shares_noise[round_.slots]
+        if (sampling & shares).any():
+            return SHARED
+        return DRAWN if (sampling & ~self.has_grammar[round_.slots]).any() else GREEDY
 
     def certain(self, round_: DraftRound) -> np.ndarray:
         """Return the rows of sampling requests whose drafts are not drawn, [num_rows] bool."""
-        return self._sampling(round_) & self.has_grammar[round_.slots]
+        return self._sampling(round_) & self.has_grammar[round_.slots] & ~self.shares_noise[round_.slots]
 
     def _sampling(self, round_: DraftRound) -> np.ndarray:
         """Return the rows of sampling requests for which the exit head drafts, [num_rows] bool."""

@@ -16,7 +16,7 @@ from vllm_eesd.host.speculative import EESDSpeculativeConfig
 from vllm_eesd.host.v2.batch import TargetStep
 from vllm_eesd.host.v2.drawing import Drawing
 from vllm_eesd.host.v2.readback import CopyStream, Drafted, PendingStep, RoundTimes
-from vllm_eesd.host.v2.trace import pending_verdict
+from vllm_eesd.host.v2.trace import pending_verdict, recorded_rounds
 from vllm_eesd.policy import DraftLengthPolicy, Outcome
 from vllm_eesd.round.counters import DraftStats
 from vllm_eesd.round.draft import DraftRound
@@ -62,7 +62,8 @@ class Rounds:
         self._num_tokens = np.zeros(max_num_reqs, dtype=np.int64)
         self._generation = np.zeros(max_num_reqs, dtype=np.int64)
         self._has_adapter = np.zeros(max_num_reqs, dtype=bool)
-        self.drawing = Drawing(max_num_reqs, max_model_len, config.eesd.draws_drafts)
+        unseeded_too = config.eesd.unseeded_verification == "shared_noise"
+        self.drawing = Drawing(max_num_reqs, max_model_len, config.eesd.draws_drafts, unseeded_too)
         self.round_trace = open_trace(config)
         #: False while the worker warms up: its requests are made up, and its steps wait for compilers.
         self.learns = True
@@ -91,7 +92,7 @@ class Rounds:
         for slot, request in zip(slots, new_requests, strict=True):
             params = request.sampling_params
             lora_name = "" if request.lora_request is None else request.lora_request.lora_name
-            self._requested[slot] = NewRequest(params, len(request.prompt_token_ids or ()), lora_name)
+            self._requested[slot] = NewRequest(params, request.prompt_len, lora_name)
             self._has_adapter[slot] = request.lora_request is not None
             self._not_admitted.add(slot)
             self._generation[slot] += 1
@@ -163,7 +164,7 @@ class Rounds:
         Args:
             asynchronous: whether vLLM schedules a step before the one before has ended.
             counts: of `PendingStep`, on the device.
-            tokens: of `trace.tokens_of_step`, where rounds are traced.
+            tokens: of `trace.tokens_of_step`, where rounds are traced or recorded.
             longest: the longest draft of this round, for all requests; None is K.
         Returns:
             The new round's clock, at its beginning.
@@ -176,7 +177,7 @@ class Rounds:
             self.policy.skipped(self.round.slots, num_skipped)
         pending = self._pending_step(step, counts, num_skipped)
         if tokens is not None and self.learns and pending.before is not None and pending.decoded.any():
-            self._trace(pending, step.req_ids, tokens, asynchronous)
+            self._note_rounds(pending, step.req_ids, tokens, asynchronous)
         self._began_s = time.perf_counter()
         # A decoding request emits one token or more; a prompt's last chunk is counted late, which costs a draft.
         self._num_tokens[pending.slots] += pending.decoded
@@ -211,7 +212,8 @@ class Rounds:
     def _limits(self, step: TargetStep, slots: np.ndarray, longest: int | None) -> tuple[np.ndarray, np.ndarray]:
         """Return the longest draft and the longest n-gram draft each row may have, [num_reqs] int64; see `begin`."""
         limits = self.requests.longest_drafts(slots, self._num_tokens[slots])
-        limits[~step.reaches_end_of_prompt()] = 0
+        # Beside such a request no draft is verified: see `RaggedVerification.get_num_tokens`.
+        limits[~step.reaches_end_of_prompt() | self.drawing.names_logprobs[slots].any()] = 0
         limits = np.minimum(limits, MAX_SPECULATIVE_TOKENS if longest is None else longest)
         # The draft step knows no adapters; an n-gram draft needs none.
         return np.where(self._has_adapter[slots], 0, limits), limits
@@ -288,12 +290,18 @@ class Rounds:
             same = self._generation[slots] == drafted.generations
             self._confidences[slots[same], : known.shape[1]] = known[same]
 
-    def _trace(self, step: PendingStep, request_ids: Sequence[str], tokens: torch.Tensor, asynchronous: bool) -> None:
-        assert self.round_trace is not None
+    def _note_rounds(
+        self, step: PendingStep, request_ids: Sequence[str], tokens: torch.Tensor, asynchronous: bool
+    ) -> None:
+        """Have a step's rounds written to the trace, or recorded, once the device has emitted their tokens."""
         verified = step.num_verified
         if asynchronous:
             verified = np.where(self.drawing.has_grammar[step.slots], -1, verified)
-        drafts = Drafts(step.slots, self._pending.confidences[step.slots], self._pending.from_ngrams[step.slots])
         copy = self._to_host.copy(tokens)
+        if self.stats.recording:
+            self.stats.record(recorded_rounds(np.flatnonzero(step.decoded), request_ids, verified, copy))
+        if self.round_trace is None:
+            return
+        drafts = Drafts(step.slots, self._pending.confidences[step.slots], self._pending.from_ngrams[step.slots])
         verdict = pending_verdict(step, request_ids, verified, copy, self.policy.needs_confidence)
         self.round_trace.add_pending(drafts, self.policy, self._began_s, int(step.decoded.sum()), verdict)

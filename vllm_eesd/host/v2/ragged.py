@@ -42,6 +42,7 @@ class RaggedVerification:
         query_start_loc: [max_num_reqs + 1] int32, the runner's own input buffer.
         num_drafted: [max_num_reqs] int64, shared with the speculator: length of each request's draft.
         reallocate: vLLM's own `reallocate_drafts`, whose annotation says how many values the runner unpacks.
+        names_logprobs: [max_num_reqs] bool, shared too: whose requests name the token ids of their logprobs.
     Source: vllm/v1/worker/gpu/spec_decode/adaptive_verification.py.
     """
 
@@ -51,7 +52,9 @@ class RaggedVerification:
         query_start_loc: torch.Tensor,
         num_drafted: np.ndarray,
         reallocate: Callable[..., tuple] = AdaptiveVerificationManager.reallocate_drafts,
+        names_logprobs: np.ndarray | None = None,
     ) -> None:
+        self._names_logprobs = np.zeros(len(num_drafted), dtype=bool) if names_logprobs is None else names_logprobs
         self._num_values = _num_values(reallocate)
         self._states, self._query_start_loc, self._num_drafted = states, query_start_loc, num_drafted
         self._decode_query_len = states.longest_draft + 1
@@ -74,6 +77,10 @@ class RaggedVerification:
         req_ids = sort_batch_req_ids(num_tokens_per_req, draft_tokens, self._decode_query_len)
         num_scheduled = np.array([len(draft_tokens.get(req_id, ())) for req_id in req_ids], dtype=np.int32)
         slots = self._states.slots_of(req_ids)
+        if self._names_logprobs[slots].any():
+            # vLLM's rejection sampler gives the likeliest tokens' logprobs to who named others (vLLM issue 42592); a
+            # step without drafts is its plain sampler's.
+            self._num_drafted[slots] = 0
         self._num_verified = np.minimum(num_scheduled, self._num_drafted[slots]).astype(np.int32)
         return sum(num_tokens_per_req.values()) - int((num_scheduled - self._num_verified).sum())
 
@@ -95,6 +102,10 @@ class RaggedVerification:
         """Return how many rows of logits each request has in the step just prepared, [num_reqs] int32; once a step."""
         prepared, self._prepared = self._prepared, False
         return np.diff(self._cu_num_logits) if prepared else np.ones(num_reqs, dtype=np.int32)
+
+    def num_verified(self) -> list[int]:
+        """Return how many drafts each row of the last step that had any was to verify, in batch order."""
+        return self._num_verified.tolist()
 
     def reallocate_drafts(self, req_ids: list[str], idx_mapping: torch.Tensor) -> tuple:
         """Return where logits and queries start, on the device, and the drafts' sum; in vLLM 0.33 None as well.

@@ -113,16 +113,16 @@ def take_draft_token_ids(original, self):
     SEAMS,
     target="vllm.v1.worker.gpu.spec_decode.rejection_sampler:RejectionSampler._verify",
     digests=("99b80e0119dd3836", "0f120715b6e5140a"),
-    why="with temperatures alone one kernel reads the logits once, instead of a float32 copy of them several times",
-    retired_by="vLLM's rejection kernels taking the temperature themselves",
+    why="with temperatures alone one kernel reads the logits once, instead of a float32 copy of them several times. "
+    "And requests with a seed are verified by the noise of a plain step, so that their text is plain vLLM's",
+    retired_by="vLLM's rejection kernels taking the temperature themselves, and knowing a test by shared noise",
 )
 def _verify(original, self, *args, **kwargs):
     speculator = _speculator_of(self.sampler.req_states)
-    given = _signature(original).bind(self, *args, **kwargs).arguments
-    if speculator is None or not speculator.verification.is_ours(self, given["idx_mapping_np"]):
+    if speculator is None:
         return original(self, *args, **kwargs)
-    names = ("logits", "draft_logits", "verify_draft_sampled", "pos", "cu_num_logits", "idx_mapping")
-    return speculator.verification.verify(self, *(given[name] for name in names))
+    given = _signature(original).bind(self, *args, **kwargs).arguments
+    return speculator.verification.judge(self, functools.partial(original, self, *args, **kwargs), given)
 
 
 @seam(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,12 +17,16 @@ from vllm_eesd.host.compat import VllmConfig, get_tp_group, set_model_tag
 from vllm_eesd.host.metrics import publish
 from vllm_eesd.host.model.draft_step import DraftStep, compile_draft_step
 from vllm_eesd.host.model.exit_head import ExitHead, load_head
+from vllm_eesd.host.model.new_weights import follow_new_weights
+from vllm_eesd.host.round_setup import build_policy_of
+from vllm_eesd.host.scheduler_seams import NUM_VERIFIED
 from vllm_eesd.host.speculative import EESDSpeculativeConfig
 from vllm_eesd.host.v2 import kernel_choice
 from vllm_eesd.host.v2.batch import RequestStates, TargetStep
 from vllm_eesd.host.v2.compat import async_tensor_h2d, dispatch_cg_and_sync_dp
 from vllm_eesd.host.v2.cost_profile import profile_costs
 from vllm_eesd.host.v2.draft_steps import DraftSteps
+from vllm_eesd.host.v2.drawing import GREEDY
 from vllm_eesd.host.v2.kernel_ops import KernelDraftStep, TiledDraftStep, exit_head_rows
 from vllm_eesd.host.v2.kv_fill import use_kv_fill
 from vllm_eesd.host.v2.lengths import Rounds
@@ -29,12 +34,14 @@ from vllm_eesd.host.v2.ngrams import DeviceNgrams
 from vllm_eesd.host.v2.ragged import RaggedVerification, use_graphs_for_ragged_batches
 from vllm_eesd.host.v2.readback import RoundTimes, Timestamps
 from vllm_eesd.host.v2.trace import tokens_of_step
-from vllm_eesd.host.v2.verification import Verification, only_temperature
+from vllm_eesd.host.v2.verification import Verification, emits_the_targets_tokens
 from vllm_eesd.policy import DraftLengthPolicy
 from vllm_eesd.round.counters import DraftStats
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import NewRequestData
+    from vllm.v1.outputs import ModelRunnerOutput
+    from vllm.v1.worker.gpu.async_utils import AsyncOutput
     from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
     from vllm.v1.worker.gpu.input_batch import InputBatch
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
@@ -56,15 +63,16 @@ class EarlyExitSpeculator(DraftSteps):
         config = vllm_config.speculative_config
         assert isinstance(config, EESDSpeculativeConfig)
         self.config, self._states = config, RequestStates(req_states)
+        config.engine_index = vllm_config.parallel_config.data_parallel_index
         self._asynchronous = vllm_config.scheduler_config.async_scheduling
         self.num_speculative_tokens = config.num_speculative_tokens
         self.rounds = Rounds(config, self.max_num_reqs, self.max_model_len, device)
         self.rounds.learns = False  # until `profile_costs`
-        self.breaker, self.verification = CircuitBreaker(), Verification(self.max_num_reqs)
+        self.breaker = CircuitBreaker()
+        self.verification = Verification(self.max_num_reqs, config.eesd.unseeded_verification == "shared_noise")
         self.ngrams = DeviceNgrams(self._states)
         if get_tp_group().rank_in_group == 0:
-            rank = vllm_config.parallel_config.data_parallel_rank
-            publish(config.metrics_directory, rank, self.stats, self.breaker)
+            publish(config.metrics_directory, config.engine_index, self.stats, self.breaker)
         #: While set, a dummy run is the target's alone.
         self.skips_dummy_runs = False
         #: Before and after the draft step of the last dummy run.
@@ -94,6 +102,7 @@ class EarlyExitSpeculator(DraftSteps):
         """Build the exit head, hook its KV fill into the target and compile the draft step: that is the draft model."""
         config = self.config.exit_head
         head = load_head(self.vllm_config, target_model, config, self.config.head_directory)
+        self._target_and_head = target_model, head
         step = self._build_steps(target_model, head)
         drafted_layers = target_model.model.layers[: config.exit_layer]
         self.shared_layer_names = {layer.self_attn.attn.layer_name for layer in drafted_layers}
@@ -101,6 +110,14 @@ class EarlyExitSpeculator(DraftSteps):
             size = self.max_num_reqs, self.hidden_size
             self._round_context = torch.zeros(size, dtype=self.dtype, device=self.device)
         return step
+
+    def target_changed(self) -> None:
+        """Take in that the target has other weights: what was derived of them, and learned of its drafts, begins anew.
+
+        Called between two steps, inside `set_current_vllm_config`.
+        """
+        follow_new_weights(*self._target_and_head)
+        self.use_policy(build_policy_of(self.config, self.max_num_reqs, costs=self.policy.costs))
 
     def _build_steps(self, target_model: nn.Module, head: ExitHead | None) -> DraftStep:
         """Choose the kernels, then compile the draft steps that the choice leaves in use; returns the one in torch."""
@@ -131,6 +148,7 @@ class EarlyExitSpeculator(DraftSteps):
         """
         self._without_adapters = functools.partial(without_adapters, runner)
         runner.lora_state.eesd_ragged = self._ragged  # it is given nothing else of the runner
+        self.rounds.drawing.may_share = emits_the_targets_tokens(runner.rejection_sampler)
         self.verification.warm_up(runner, self.draft_logits)
         self.ngrams.warm_up(self.draft_tokens, self.draft_logits)
 
@@ -160,7 +178,12 @@ class EarlyExitSpeculator(DraftSteps):
             attn_groups, target_layer_names: of the target's attention.
         """
         use_graphs_for_ragged_batches(self.vllm_config, attn_groups, target_layer_names)
-        self._ragged = RaggedVerification(self._states, query_start_loc, self.rounds.num_drafted)
+        self._ragged = RaggedVerification(
+            self._states,
+            query_start_loc,
+            self.rounds.num_drafted,
+            names_logprobs=self.rounds.drawing.names_logprobs,
+        )
         return self._ragged
 
     # A round.
@@ -170,7 +193,9 @@ class EarlyExitSpeculator(DraftSteps):
         if not new_requests:
             return
         slots = self._states.slots_of(request.req_id for request in new_requests)
-        self.verification.alone[slots] = [only_temperature(request.sampling_params) for request in new_requests]
+        for slot, request in zip(slots, new_requests, strict=True):
+            self.verification.admit(slot, request.sampling_params)
+        self.shares_noise.copy_(async_tensor_h2d(self.verification.shares_noise, device=self.device))
         if self.breaker.is_open:
             return
         try:
@@ -183,6 +208,15 @@ class EarlyExitSpeculator(DraftSteps):
         """Return the length of each request's current draft; 0 for those that have ended."""
         slots = map(self._states.slot_of, req_ids)
         return [0 if slot is None else int(self.rounds.num_drafted[slot]) for slot in slots]
+
+    def sample_tokens(
+        self, sample: Callable[[], ModelRunnerOutput | AsyncOutput | None], runner: GPUModelRunner
+    ) -> ModelRunnerOutput | AsyncOutput | None:
+        """Return what `sample` does, a step's output; it says how many drafts each row had verified."""
+        output = sample()
+        if output is not None:  # what is not yet on the host waits in an object that holds the output
+            setattr(getattr(output, "model_runner_output", output), NUM_VERIFIED, self._ragged.num_verified())
+        return output
 
     @torch.inference_mode()
     def propose(
@@ -220,7 +254,7 @@ class EarlyExitSpeculator(DraftSteps):
         sampling = temperature, seeds
         if dummy_run:
             self.rounds.pause()
-            self.draws = False
+            self.draws = GREEDY
             if not self.skips_dummy_runs:
                 self._prepare(step, *sampling, dummy_run=True)
                 self._dummy_step(step, skip_attn_for_dummy_run, is_profile)
@@ -237,14 +271,14 @@ class EarlyExitSpeculator(DraftSteps):
         if self.rounds.skips(step, self._asynchronous):
             return
         began, tokens = time.thread_time(), None  # without what the host waits for
-        if self.rounds.round_trace is not None:
+        if self.rounds.round_trace is not None or self.stats.recording:
             # The drafts just verified: this round's take their place once it is over.
             tokens = tokens_of_step(step, self._states.draft_tokens[step.idx_mapping])
         counts = step.num_sampled[:, None] if self.rounds.ngrams is None else self.ngrams.find(step)
         times = self.rounds.begin(step, self._asynchronous, counts, tokens, longest)
         round_, drawing = self.rounds.round, self.rounds.drawing
         if round_.num_steps:
-            self.draws = drawing.any_drawn(round_)
+            self.draws = drawing.kind(round_)
             self._prepare(step, *sampling)
             certain = drawing.certain(round_)
             if self.draws and certain.any():

@@ -1,4 +1,4 @@
-"""Round traces on Model Runner V2: what a step emitted is still on the device when the host notes it."""
+"""Rounds written down on Model Runner V2: what a step emitted is still on the device when the host notes it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 
 from vllm_eesd.host.v2.batch import TargetStep
 from vllm_eesd.host.v2.readback import HostCopy, PendingStep
+from vllm_eesd.round.counters import Round
 from vllm_eesd.traces.rounds import Judged, Verdict
 
 
@@ -43,17 +44,38 @@ def pending_verdict(
     def verdict() -> Verdict | None:
         if not tokens.is_done():
             return None
-        judged, on_host = [], tokens.numpy().tolist()
-        for row in rows.tolist():
-            *drafts, last, num_sampled = on_host[row]
-            accepted, verified = drafts[: num_sampled - 1], num_verified[row]
-            draft = accepted if verified < 0 else drafts[:verified]
-            judged.append(Judged(names[row], draft, [*accepted, last]))
+        judged = judged_rows(rows, names, num_verified, tokens)
         rest_ms, steps_ms = (0.0, []) if step.before is None else step.before.drafting_ms()
         confidences = confidences_of(step) if with_confidences and step.drafted is not None else None
         return Verdict(rows, judged, steps_ms, rest_ms, step.verify_ms() or 0.0, confidences)
 
     return verdict
+
+
+def judged_rows(
+    rows: np.ndarray, request_ids: Sequence[str], num_verified: np.ndarray, tokens: HostCopy
+) -> list[Judged]:
+    """Return what became of these rows' drafts; waits for the device. The arguments are those of `pending_verdict`."""
+    judged, on_host = [], tokens.numpy().tolist()
+    for row in rows.tolist():
+        *drafts, last, num_sampled = on_host[row]
+        accepted, verified = drafts[: num_sampled - 1], num_verified[row]
+        draft = accepted if verified < 0 else drafts[:verified]
+        judged.append(Judged(request_ids[row], draft, [*accepted, last]))
+    return judged
+
+
+def recorded_rounds(
+    rows: np.ndarray, request_ids: Sequence[str], num_verified: np.ndarray, tokens: HostCopy
+) -> Callable[[], list[Round]]:
+    """Return what `DraftStats.record` asks for; the arguments are those of `judged_rows`."""
+    names = list(request_ids)
+
+    def rounds() -> list[Round]:
+        judged = judged_rows(rows, names, num_verified, tokens)
+        return [Round(name, draft, len(emitted) - 1, emitted) for name, draft, emitted in judged if emitted]
+
+    return rounds
 
 
 def confidences_of(step: PendingStep) -> np.ndarray:

@@ -2,11 +2,15 @@
 
 vLLM's sampler copies every row to float32, scales it, and runs its rejection kernels over the copy; `rejection` reads
 the logits as they are, once. Both count the same noise by seed and position, so they emit the same tokens.
+
+A request with a seed is verified by shared noise (arXiv 2408.07978): the target's token at every position is the one
+that a plain step's noise chooses there, and a draft is accepted if it is that. So its text is plain vLLM's.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -19,8 +23,11 @@ from vllm_eesd.host.v2.compat import (
     LogitBiasState,
     PenaltiesState,
     SamplingParams,
+    async_tensor_h2d,
     gather_draft_sampled,
+    gumbel_sample,
 )
+from vllm_eesd.kernels.gpu.keep_equal import keep_equal
 from vllm_eesd.kernels.gpu.rejection import rejection
 
 if TYPE_CHECKING:
@@ -49,32 +56,115 @@ def only_temperature(params: SamplingParams) -> bool:
     return no_top_k and all(getattr(params, name) == getattr(_AT_REST, name, None) for name in fields)
 
 
-def can_verify(rejection_sampler: RejectionSampler) -> bool:
-    """Return whether this engine's verification may be the kernel's at all; requests are asked one by one."""
-    sampler = rejection_sampler.sampler
+def emits_the_targets_tokens(rejection_sampler: RejectionSampler) -> bool:
+    """Return whether this engine emits what the target chooses by the noise of a plain step, and nothing else."""
     return (
         rejection_sampler.watermark_key is None
         and rejection_sampler.synthetic_conditional_rates is None
         # Until vLLM 0.33: no such attribute. It is of FLy, a lossy verification.
         and not getattr(rejection_sampler, "fly_window_size", 0)
+        and rejection_sampler.sampler.trace_replay_state is None
+    )
+
+
+def can_verify(rejection_sampler: RejectionSampler) -> bool:
+    """Return whether this engine's verification may be the kernel's at all; requests are asked one by one."""
+    sampler = rejection_sampler.sampler
+    return (
+        emits_the_targets_tokens(rejection_sampler)
         and not sampler.use_fp64_gumbel
         and not sampler.return_sampling_mask
-        and sampler.trace_replay_state is None
         and sampler.logprobs_mode not in PROCESSED_LOGPROBS_MODES
         and all(type(processor) in KNOWN_PROCESSORS for processor in sampler.logits_processors)
     )
 
 
 class Verification:
-    """Decides for every batch whether EESD's kernel verifies it, and does.
+    """Decides for every batch how it is verified, and does.
 
+    Args:
+        max_num_reqs: the engine's.
+        unseeded_too: whether requests that sample without a seed are verified by shared noise, as those with one are.
     Attributes:
         alone: [max_num_reqs] bool, `only_temperature` of the request in each state; set as requests are admitted.
+        shares_noise: [max_num_reqs] bool, whether it is verified by shared noise.
+        greedy: [max_num_reqs] bool, whether it takes the most probable tokens.
     """
 
-    def __init__(self, max_num_reqs: int) -> None:
-        self.alone = np.zeros(max_num_reqs, dtype=bool)
+    def __init__(self, max_num_reqs: int, unseeded_too: bool = False) -> None:
+        self.alone, self.shares_noise, self.greedy = np.zeros((3, max_num_reqs), dtype=bool)
+        self._unseeded_too = unseeded_too
         self._can_verify: bool | None = None
+        self._can_share: bool | None = None
+
+    def admit(self, slot: int, params: SamplingParams) -> None:
+        """Take in a slot's new request."""
+        self.alone[slot] = only_temperature(params)
+        self.greedy[slot] = params.temperature == 0
+        self.shares_noise[slot] = params.temperature > 0 and (self._unseeded_too or params.seed is not None)
+
+    def judge(
+        self, rejection_sampler: RejectionSampler, host_verify: Callable[[], tuple], given: Mapping[str, Any]
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return what `RejectionSampler._verify` does: logits to take logprobs from, tokens, and how many of them.
+
+        Args:
+            host_verify: vLLM's own.
+            given: its arguments by name.
+        """
+        if self._can_share is None:
+            self._can_share = emits_the_targets_tokens(rejection_sampler)
+        requests = given["idx_mapping_np"]
+        shares = self.shares_noise[requests] & self._can_share
+        by_equality = shares | self.greedy[requests]
+        if shares.any() and by_equality.all():
+            return self.verify_by_noise(rejection_sampler, given)
+        if self.is_ours(rejection_sampler, requests):
+            names = ("logits", "draft_logits", "verify_draft_sampled", "pos", "cu_num_logits", "idx_mapping")
+            verified = self.verify(rejection_sampler, *(given[name] for name in names))
+        else:
+            verified = host_verify()
+        return self.verify_by_noise(rejection_sampler, given, verified, by_equality) if shares.any() else verified
+
+    def verify_by_noise(
+        self,
+        rejection_sampler: RejectionSampler,
+        given: Mapping[str, Any],
+        verified: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
+        by_equality: np.ndarray | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return what `judge` does, of requests that share their noise and greedy ones.
+
+        Args:
+            given: of `judge`.
+            verified: what became of a batch with other requests in it; None where there are none.
+            by_equality: [num_reqs] bool, the requests to overwrite there.
+        """
+        sampler, states = rejection_sampler.sampler, rejection_sampler.sampler.sampling_states
+        logits, cu_num_logits, device = given["logits"], given["cu_num_logits"], given["logits"].device
+        of_rows = given["expanded_idx_mapping"], given["idx_mapping"], given["idx_mapping_np"], given["pos"]
+        if verified is None or verified[0] is logits:  # which are as the target gave them
+            rest = given["draft_sampled"], given["expanded_local_pos"], given["seq_lens_upper_bound_np"]
+            processed = sampler.apply_sampling_params(logits, *of_rows, *rest)
+        else:
+            processed = verified[0]
+        tokens = gumbel_sample(
+            processed,
+            given["expanded_idx_mapping"],
+            states.temperature.gpu,
+            states.seeds.gpu,
+            given["pos"],
+            apply_temperature=False,
+            is_drafting=False,
+            use_fp64=sampler.use_fp64_gumbel,
+        )
+        if verified is None:
+            size = len(cu_num_logits) - 1, rejection_sampler.num_speculative_steps + 1
+            sampled = torch.empty(size, dtype=torch.int64, device=device)
+            verified = processed, sampled, sampled.new_empty(size[0], dtype=torch.int32)
+        chosen = None if by_equality is None else async_tensor_h2d(by_equality, device=device)
+        keep_equal(*verified[1:], tokens, given["verify_draft_sampled"], cu_num_logits, chosen)
+        return verified
 
     def is_ours(self, rejection_sampler: RejectionSampler, idx_mapping: np.ndarray) -> bool:
         """Return whether `verify` may judge these requests' drafts.
@@ -96,7 +186,7 @@ class Verification:
         cu_num_logits: torch.Tensor,
         idx_mapping: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return what `RejectionSampler._verify` does: logits to take logprobs from, tokens, and how many of them.
+        """Return what `judge` does, by the kernel.
 
         Args:
             logits: [num_logits, vocab_size], as the target gave them.
@@ -137,14 +227,21 @@ class Verification:
         config, device, buffers = runner.model_config, runner.device, runner.input_buffers
         prefill_lens = RequestStates(runner.req_states).prefill_lens
         kernel_verifies = can_verify(runner.rejection_sampler)
+        shares = emits_the_targets_tokens(runner.rejection_sampler)
+        width = runner.rejection_sampler.num_speculative_steps + 1
         for num_reqs in (size for size in (1, 2, 16) if size <= runner.max_num_reqs):
             rows = torch.arange(2 * num_reqs, device=device)  # a draft each
             of_rows = rows, torch.zeros_like(rows), torch.zeros_like(rows, dtype=torch.int32)
             gather_draft_sampled(buffers.input_ids, buffers.positions, *of_rows, prefill_lens)
+            drafts, starts = torch.zeros_like(rows, dtype=torch.int32), 2 * torch.arange(num_reqs + 1, device=device)
+            if shares:
+                sampled = torch.empty(num_reqs, width, dtype=torch.int64, device=device)
+                for chosen in (None, torch.zeros(num_reqs, dtype=torch.bool, device=device)):
+                    num_sampled = sampled.new_empty(num_reqs, dtype=torch.int32)
+                    keep_equal(sampled, num_sampled, rows, drafts, starts.int(), chosen)
             if not kernel_verifies:
                 continue
             hidden_states = torch.zeros(len(rows), config.get_hidden_size(), dtype=config.dtype, device=device)
             without_adapters(runner, len(rows))
             logits = runner.model.compute_logits(hidden_states)
-            drafts, starts = torch.zeros_like(rows, dtype=torch.int32), 2 * torch.arange(num_reqs + 1, device=device)
             self.verify(runner.rejection_sampler, logits, draft_logits, drafts, rows, starts.int(), rows[:num_reqs])
