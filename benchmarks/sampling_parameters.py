@@ -3,8 +3,9 @@
 
     PYTHONPATH=benchmarks python benchmarks/sampling_parameters.py [--model DIR] [--head DIR] [--prompts P]
 
-Plain vLLM and EESD take turns on the same chat prompts, one request at a time and eight, in bfloat16; rows go to
-`benchmarks/results/NAME-sampling_parameters.json`.
+Plain vLLM and EESD take turns on the same chat prompts, one request at a time and eight; rows go to
+`benchmarks/results/NAME-sampling_parameters.json`. A CPU that does not multiply bfloat16 in hardware measures its
+emulation: `--dtype float32` there.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def measure(args: argparse.Namespace) -> None:
     """
     model, console = args.model or public_model(), open_console()
     head = args.head or (HEAD if not (Path(model) / "eesd" / "config.json").is_file() else None)
-    settings, source = EngineSettings(model, head, dtype="bfloat16"), workload_file("chat")
+    settings, source = EngineSettings(model, head, dtype=args.dtype), workload_file("chat")
     sizes = {batch: max(batch, min(count, args.prompts or count)) for batch, count in SIZES.items()}
     texts = read_prompts(source)[: max(sizes.values())]
     provenance()  # before anything is written: the commit is the one that is measured
@@ -74,6 +75,7 @@ def main() -> int:
     )
     parser.add_argument("--max-tokens", type=positive, default=96, metavar="T", help="of each answer (default: 96)")
     parser.add_argument("--rounds", type=positive, default=1, metavar="R", help="over all prompts (default: 1)")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="default: bfloat16")
     parser.add_argument("--results", type=Path, default=RESULTS, metavar="DIR")
     parser.add_argument("--name", default=NAME, help="what the results' file begins with")
     args = parser.parse_args()
