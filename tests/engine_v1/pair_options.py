@@ -153,8 +153,8 @@ REQUEST_VALUES: dict[str, list] = {
     "priority": [-1, 5],
     "prompt": ["text", "embeds", "empty", "unknown", "as long as may be", "too long"],
 }
-#: Tokens whose log-probabilities a request wants. Plain vLLM then gives the likeliest tokens' to no request that shares a
-#: step with it, so all requests of an engine name some or none does.
+#: Tokens whose log-probabilities a request wants. Plain vLLM then gives the likeliest tokens' to no request that
+#: shares a step with it, so all requests of an engine name some or none does.
 NAMED_TOKENS = ([5, 6], [9], [300, 7, 41])
 #: Fields of SamplingParams that are never drawn, and why.
 REQUEST_ELSEWHERE = {"skip_clone output_text_buffer_length": "set by vLLM's entry points"}
