@@ -69,7 +69,8 @@ def test_lora_requests_are_served_right_and_draft_nothing(
     spec = SPEC | {"model": cloned_head(random_target, 7, 7)}
     answers = []
     for options in ({}, {"spec": spec}):
-        with engine(random_target, enable_lora=True, max_lora_rank=8, **options) as llm:
+        # What EESD times at start-up has more tokens than so many requests.
+        with engine(random_target, enable_lora=True, max_lora_rank=8, max_num_seqs=4, **options) as llm:
 
             def generate(lora_request):
                 outputs = llm.generate(inputs, params, lora_request=lora_request, use_tqdm=False)

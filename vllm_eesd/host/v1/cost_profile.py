@@ -41,6 +41,7 @@ def forward_call(runner: GPUModelRunner, num_tokens: int) -> Callable[[], None]:
 
     def forward() -> None:
         hidden_states, _ = runner._dummy_run(num_tokens)
+        without_adapters(runner, num_tokens)  # a dummy run maps no more of its tokens than there may be requests
         runner.model.compute_logits(hidden_states[:num_tokens])
 
     return forward
