@@ -125,7 +125,7 @@ REQUEST_VALUES: dict[str, list] = {
     "extra_args": [{"eesd_enabled": False}, {"eesd_max_draft_tokens": 1}, {"other": 1}, {"modulus": 2}],
     "frequency_penalty": [-2.0, 0.9, 2.0],
     "logit_bias": [{5: 3.0, 300: 9.0}, {7: -100.0}, {token: 4.0 for token in range(0, 4096, 7)}],
-    "logprob_token_ids": [[]],
+    "logprob_token_ids": [[5, 6], [9], []],
     "logprobs": [0, 1, 2, 5, 20, 21],
     "max_tokens": [None, 1, 2, 3, 40],
     "min_p": [0.05, 0.5, 1.0],
@@ -153,9 +153,6 @@ REQUEST_VALUES: dict[str, list] = {
     "priority": [-1, 5],
     "prompt": ["text", "embeds", "empty", "unknown", "as long as may be", "too long"],
 }
-#: Tokens whose log-probabilities a request wants. Plain vLLM then gives the likeliest tokens' to no request that
-#: shares a step with it, so all requests of an engine name some or none does.
-NAMED_TOKENS = ([5, 6], [9], [300, 7, 41])
 #: Fields of SamplingParams that are never drawn, and why.
 REQUEST_ELSEWHERE = {"skip_clone output_text_buffer_length": "set by vLLM's entry points"}
 #: Engine options that plain vLLM is not started with: they say how long drafts are, or what is told of them.
@@ -244,13 +241,10 @@ def draw(seed: int, number: int, telling_only: bool = False) -> Draw:
     if "spec_tokens" not in engine and generator.integers(2):
         spec["num_speculative_tokens"] = one_of((1, 4, 7))
     options = {name: values for name, values in request_options().items() if values}
-    all_name_tokens = generator.integers(8) == 0
     requests = []
     for _ in range(NUM_REQUESTS):
         chosen = generator.choice(list(options), 1 + int(generator.integers(2)), replace=False)
         asked = {str(option): one_of(options[option]) for option in chosen}
-        if all_name_tokens:
-            asked["logprob_token_ids"] = one_of(NAMED_TOKENS)
         length = one_of((1, 2, 7, 16, 31, 60))
         tokens = generator.integers(4, VOCAB_SIZE, length).tolist()
         requests.append({"max_tokens": 12, "tokens": tokens} | one_of(BASES) | asked)
