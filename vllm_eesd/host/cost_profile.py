@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from vllm_eesd.host.adapters import without_adapters
 from vllm_eesd.host.compat import get_tp_group
 from vllm_eesd.policy import CostModel
 
@@ -61,6 +62,18 @@ def _time(jobs: list[Job], run: Callable[[str, int], float]) -> dict[Job, list[f
             break
         times.setdefault(job, []).append(run(*job))
     return group.broadcast_object(times, src=0) if group.world_size > 1 else times
+
+
+def forward_call(runner: V1Runner | V2Runner, num_tokens: int) -> Callable[[], None]:
+    """Return a call that runs the target and its LM head over `num_tokens` tokens, which belong to no request."""
+
+    def forward() -> None:
+        hidden_states, _ = runner._dummy_run(num_tokens)
+        # A dummy run maps no more of its tokens to adapters than there may be requests.
+        without_adapters(runner, num_tokens)
+        runner.model.compute_logits(hidden_states[:num_tokens])
+
+    return forward
 
 
 def timed(call: Callable[[], None]) -> float:

@@ -9,7 +9,7 @@ import torch
 
 from vllm_eesd.host.adapters import without_adapters
 from vllm_eesd.host.compat import create_forward_context, override_forward_context
-from vllm_eesd.host.cost_profile import profile, timed
+from vllm_eesd.host.cost_profile import forward_call, profile, timed
 from vllm_eesd.host.model.draft_step import DraftStep
 from vllm_eesd.policy import CostModel
 
@@ -34,17 +34,6 @@ def profile_costs(runner: GPUModelRunner, step: DraftStep, costs: CostModel) -> 
         lambda num_rows: timed(draft_call(runner, step, num_rows)),
         costs,
     )
-
-
-def forward_call(runner: GPUModelRunner, num_tokens: int) -> Callable[[], None]:
-    """Return a call that runs the target and its LM head over `num_tokens` tokens, without attention."""
-
-    def forward() -> None:
-        hidden_states, _ = runner._dummy_run(num_tokens)
-        without_adapters(runner, num_tokens)  # a dummy run maps no more of its tokens than there may be requests
-        runner.model.compute_logits(hidden_states[:num_tokens])
-
-    return forward
 
 
 def draft_call(runner: GPUModelRunner, step: DraftStep, num_rows: int) -> Callable[[], None]:

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from vllm_eesd.host.adapters import without_adapters
-from vllm_eesd.host.cost_profile import profile
+from vllm_eesd.host.cost_profile import forward_call, profile
 from vllm_eesd.host.v2.readback import Timestamps
 from vllm_eesd.policy import CostModel
 
@@ -32,9 +31,7 @@ def profile_costs(runner: GPUModelRunner, speculator: DraftSteps, costs: CostMod
 
     @torch.inference_mode()
     def run(num_tokens: int) -> None:
-        hidden_states, _ = runner._dummy_run(num_tokens)
-        without_adapters(runner, num_tokens)
-        runner.model.compute_logits(hidden_states[:num_tokens])
+        forward_call(runner, num_tokens)()
 
     def forward_ms(num_tokens: int) -> float:
         times, speculator.skips_dummy_runs = Timestamps(runner.device), True
