@@ -16,6 +16,7 @@ from tqdm import tqdm
 
 from vllm_eesd.distill import processes
 from vllm_eesd.distill.data import Tokens, random_windows, spaced_windows, stacked, token_dtype
+from vllm_eesd.distill.journal import made_otherwise
 from vllm_eesd.distill.report import write_json
 from vllm_eesd.distill.target import Target
 from vllm_eesd.distill.vllm_sampler import VllmSampler
@@ -123,9 +124,7 @@ class OwnText:
         """
         settings = self._settings | {"generator": generator}
         if self.described.exists() and json.loads(self.described.read_text()) != settings:
-            raise ValueError(
-                f"work: {self.path} was made with another target or other settings; remove it and {self.described.name}"
-            )
+            raise made_otherwise(self.path, self.described)
 
     def _num_batches_done(self) -> int:
         return self.path.stat().st_size // self._batch_bytes if self.path.exists() else 0

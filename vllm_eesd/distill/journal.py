@@ -11,6 +11,15 @@ from typing import Any
 from vllm_eesd.distill.report import write_json
 
 
+def made_otherwise(path: Path, described: Path) -> ValueError:
+    """Return what refuses to go on with a file of `work` that another target or other settings have made.
+
+    Args:
+        described: the file beside it that says how it was made.
+    """
+    return ValueError(f"work: {path} was made with another target or other settings; remove it and {described.name}")
+
+
 class Journal:
     """Lines on disk, and beside them how they were made and how far they are.
 
@@ -46,9 +55,7 @@ class Journal:
         """
         found = self._read()
         if found and (found["settings"] != self._settings or found["generator"] != generator):
-            raise ValueError(
-                f"work: {self.path} was made with another target or other settings; remove it and {self.described.name}"
-            )
+            raise made_otherwise(self.path, self.described)
 
     def append(self, rows: list[dict[str, Any]], generator: str) -> None:
         """Write a batch, which may be empty."""
