@@ -144,6 +144,11 @@ def public_model() -> str:
     return made.stdout.strip().splitlines()[-1]
 
 
+def head_beside(model: str) -> str | None:
+    """Return the public target's head, None for a model that holds one of its own."""
+    return None if (Path(model) / "eesd" / "config.json").is_file() else HEAD
+
+
 def measure_public(args: argparse.Namespace) -> int:
     """Measure everything; return 1 if eesd's float32 output is not plain's somewhere.
 
@@ -151,8 +156,7 @@ def measure_public(args: argparse.Namespace) -> int:
         ValueError: the model, its head or a workload is not here; one line.
     """
     model = args.model or public_model()
-    head = args.head or (HEAD if not (Path(model) / "eesd" / "config.json").is_file() else None)
-    settings = EngineSettings(model, head, peers=args.peers)
+    settings = EngineSettings(model, args.head or head_beside(model), peers=args.peers)
     sizes = chosen_sizes(QUICK_SIZES if args.quick else SIZES, args)
     prompts = read_workloads(sizes)
     provenance()  # before the first file is written: the commit is the one that was measured
@@ -280,9 +284,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measure, then have the scripts that start engines or servers of their own do their part."""
     began = time.monotonic()
+    args.model = args.model or public_model()
     failed = measure_public(args)
-    model = args.model or public_model()
-    given = ["--model", model, "--name", args.name]
+    given = ["--model", args.model, "--name", args.name]
     given += ["--head", args.head] if args.head else []
     results = str(BUILD if args.quick else RESULTS)
     few = ["--num-prompts", "4", "--max-tokens", "32"] if args.quick else []

@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from measure_public import FEWEST_IN_BLOCK, HEAD, NAME, RESULTS, ROOT, WAVES, public_model
+from measure_public import FEWEST_IN_BLOCK, HEAD, NAME, RESULTS, ROOT, WAVES, head_beside, public_model
 
 from vllm_eesd.bench.engines import EngineSettings, encode_prompts, running_engines
 from vllm_eesd.bench.latency import latency_rows, latency_table, open_console, reporting, write_json
@@ -44,8 +44,8 @@ def measure(args: argparse.Namespace) -> None:
         ValueError: the model or its head is not here; one line.
     """
     model, console = args.model or public_model(), open_console()
-    head = args.head or (HEAD if not (Path(model) / "eesd" / "config.json").is_file() else None)
-    settings, source = EngineSettings(model, head, dtype=args.dtype), workload_file("chat")
+    settings = EngineSettings(model, args.head or head_beside(model), dtype=args.dtype)
+    source = workload_file("chat")
     sizes = {batch: max(batch, min(count, args.prompts or count)) for batch, count in SIZES.items()}
     texts = read_prompts(source)[: max(sizes.values())]
     provenance()  # before anything is written: the commit is the one that is measured
