@@ -19,7 +19,6 @@ import argparse
 import collections
 import contextlib
 import cProfile
-import json
 import os
 import pstats
 import statistics
@@ -35,6 +34,7 @@ import pytest
 import torch
 from gpu.end_to_end import SHAPES, config_directory, impose_acceptance_on_eesd, random_head, speculative_config
 
+from vllm_eesd.bench.latency import write_json
 from vllm_eesd.provenance import provenance
 
 #: One process, one core, and nothing from elsewhere.
@@ -133,8 +133,8 @@ class Engine:
     def __init__(self, method: str, num_reqs: int, root: Path) -> None:
         from vllm import LLM, SamplingParams
 
-        self.name, _, longest = method.partition("@")
-        spec = None if self.name == "plain" else speculative_config(_in_vllm(method), SHAPE, root)
+        self.name = method.partition("@")[0]
+        spec = speculative_config(f"eesd@{LONGEST}" if self.name in ("eesd", "off") else method, SHAPE, root)
         if self.name == "off":
             spec |= {"num_speculative_tokens_per_batch_size": [[1, 1024, 0]]}
         self.llm = LLM(
@@ -172,13 +172,7 @@ class Engine:
             decide(policy, slots, num_drafted, confidence)
             return np.full(len(slots), num_drafted < length)
 
-        policy.more = more
-        policy.idle_rounds = (lambda slots: 0) if length == 0 else policy.idle_rounds
-
-
-def _in_vllm(method: str) -> str:
-    name, _, longest = method.partition("@")
-    return f"eagle@{longest}" if name == "eagle" else f"eesd@{LONGEST}"
+        policy.more, policy.idle_rounds = more, lambda slots: 0
 
 
 @contextlib.contextmanager
@@ -189,9 +183,9 @@ def started(methods: Sequence[str], num_reqs: int, root: Path) -> Iterator[tuple
     from vllm.v1.worker import gpu_worker
     from vllm.v1.worker.gpu import async_utils
 
-    lengths = sorted({1, 2, 4, *range(1, LONGEST + 2)}) if num_reqs == 1 else [num_reqs * n for n in range(1, 10)]
+    sizes = [num_reqs * num_tokens for num_tokens in range(1, LONGEST + 2)]
     device, clock = FakeDevice(), Clock()
-    with as_on_a_gpu("FULL_DECODE_ONLY", lengths, updates_in_graphs=True), pytest.MonkeyPatch.context() as patch:
+    with as_on_a_gpu("FULL_DECODE_ONLY", sizes, updates_in_graphs=True), pytest.MonkeyPatch.context() as patch:
         platform = type(current_platform)
         update = platform.check_and_update_config
 
@@ -282,14 +276,15 @@ def main() -> int:
     # A target of four layers whose drafts never leave its context.
     SHAPES["tiny"] = (64, 128, 4, 2, 1, 32)
     impose_acceptance_on_eesd()
-    rows: list[dict[str, Any]] = []
+    rows, measured_on = [], provenance()
     with tempfile.TemporaryDirectory() as root:
         random_head(SHAPE, Path(root))
         for num_reqs in args.requests:
-            rows += measure(args.methods, num_reqs, args.turns, Path(root), args.profile)
-            print(table([row for row in rows if row["requests"] == num_reqs]), flush=True)
+            found = measure(args.methods, num_reqs, args.turns, Path(root), args.profile)
+            print(table(found), flush=True)
+            rows += [row | measured_on for row in found]
             if args.json:
-                args.json.write_text(json.dumps([row | provenance() for row in rows], indent=1) + "\n")
+                write_json(args.json, rows)
     return 0
 
 
