@@ -4,6 +4,7 @@ import collections
 import functools
 import importlib.util
 import json
+import logging
 import os
 import sys
 import tempfile
@@ -179,6 +180,20 @@ class Report:
             "features": list(decided.values()),
         }
         path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+@pytest.fixture
+def log_lines():
+    """The project's log lines from WARNING on, whatever other libraries made of the root logger before."""
+    logger, records = logging.getLogger("vllm.eesd"), []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: records.append(handler.format(record))
+    level = logger.level
+    logger.setLevel(logging.INFO)
+    logger.addHandler(handler)
+    yield records
+    logger.removeHandler(handler)
+    logger.setLevel(level)
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,6 @@
 """Options of an engine that bear on how long drafts may be, and what asks for EESD: settled before anything starts."""
 
 import json
-import logging
 import shutil
 import time
 from types import SimpleNamespace
@@ -62,7 +61,7 @@ def test_a_small_budget_of_tokens(random_target):
 
 
 @pytest.mark.feature("LoRA with vLLM's default budgets", "starts; the longest draft is what fits")
-def test_adapters_at_default_budgets(random_target, caplog):
+def test_adapters_at_default_budgets(random_target, log_lines):
     """vLLM would refuse: "Consider increasing max_num_batched_tokens or decreasing num_speculative_tokens"."""
     from vllm.usage.usage_lib import UsageContext
 
@@ -71,9 +70,9 @@ def test_adapters_at_default_budgets(random_target, caplog):
         budget, num_reqs = config.scheduler_config.max_num_batched_tokens, config.scheduler_config.max_num_seqs
         longest = config.speculative_config.num_speculative_tokens
         assert 1 <= longest < LONGEST_COPY and num_reqs * (longest + 1) <= budget
-    with caplog.at_level(logging.WARNING, logger="vllm.eesd"):
-        assert longest_draft(random_target, enable_lora=True, max_num_batched_tokens=320, max_num_seqs=64) == 4
-    assert "num_speculative_tokens is 4 instead of 16, which is what fits enable_lora" in caplog.text
+    log_lines.clear()
+    assert longest_draft(random_target, enable_lora=True, max_num_batched_tokens=320, max_num_seqs=64) == 4
+    assert "num_speculative_tokens is 4 instead of 16, which is what fits enable_lora" in log_lines[0]
     assert longest_draft(random_target, enable_lora=True, max_num_batched_tokens=4352, max_num_seqs=256) == LONGEST_COPY
 
 

@@ -7,7 +7,6 @@ draft is accepted. So `accepted == drafted` after a fault is a test of the KV it
 import contextlib
 import itertools
 import json
-import logging
 import pkgutil
 import shutil
 from pathlib import Path
@@ -79,20 +78,6 @@ def fresh(request):
         llm.collective_rpc("eesd_reset_stats")
 
 
-@pytest.fixture
-def lines():
-    """The project's log lines from WARNING on."""
-    logger, records = logging.getLogger("vllm.eesd"), []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: records.append(record.getMessage())
-    level = logger.level
-    logger.setLevel(logging.INFO)
-    logger.addHandler(handler)
-    yield records
-    logger.removeHandler(handler)
-    logger.setLevel(level)
-
-
 @contextlib.contextmanager
 def raising(place, calls, after=False):
     """Make these calls of a function raise, before it does anything or after it did all."""
@@ -128,13 +113,13 @@ def stats_of(llm):
     "place",
     [pytest.param(place, marks=fault("drafting raises somewhere", len(calls))) for place, calls in PLACES.items()],
 )
-def test_a_fault_anywhere_costs_one_round_of_drafts(served, greedy, prompts, expected, lines, place, after):
+def test_a_fault_anywhere_costs_one_round_of_drafts(served, greedy, prompts, expected, log_lines, place, after):
     llm, drafter, *_ = served
     with raising(place, PLACES[place], after):
         assert greedy(llm, prompts, max_tokens=MAX_TOKENS) == expected
     assert drafter.breaker.num_faults == len(PLACES[place]), "the planted faults were not met"
     assert stats_of(llm)["drafter_faults"] == len(PLACES[place]) and not stats_of(llm)["speculation_off"]
-    assert len(lines) == len(PLACES[place]) and all("injected fault" in line for line in lines)
+    assert len(log_lines) == len(PLACES[place]) and all("injected fault" in line for line in log_lines)
 
     llm.collective_rpc("eesd_reset_stats")
     assert greedy(llm, prompts, max_tokens=MAX_TOKENS) == expected  # over prefix-cache blocks written through the fault
@@ -144,13 +129,13 @@ def test_a_fault_anywhere_costs_one_round_of_drafts(served, greedy, prompts, exp
 
 
 @fault("drafting raises until speculation is off", MAX_FAULTS)
-def test_repeated_faults_switch_speculation_off(served, greedy, prompts, expected, lines):
+def test_repeated_faults_switch_speculation_off(served, greedy, prompts, expected, log_lines):
     llm, drafter, *_ = served
     with raising("vllm_eesd.host.v1.draft_rows:DraftRows.step", range(10**6), after=True):
         assert greedy(llm, prompts, max_tokens=MAX_TOKENS) == expected
     assert drafter.breaker.num_faults == MAX_FAULTS
-    assert ["speculation is off" in line for line in lines] == [False] * (MAX_FAULTS - 1) + [True]
-    assert not any("\n" in line for line in lines)
+    assert ["speculation is off" in line for line in log_lines] == [False] * (MAX_FAULTS - 1) + [True]
+    assert not any("\n" in line for line in log_lines)
     llm.collective_rpc("eesd_reset_stats")
     assert greedy(llm, prompts, max_tokens=MAX_TOKENS) == expected  # the cause is gone, but nobody tries again
     stats = stats_of(llm)
@@ -158,7 +143,7 @@ def test_repeated_faults_switch_speculation_off(served, greedy, prompts, expecte
     assert len(drafter._requests) == 0
 
 
-def test_rare_faults_are_forgiven(lines):
+def test_rare_faults_are_forgiven(log_lines):
     breaker = CircuitBreaker()
     breaker_of_one_rank(breaker, faults=MAX_FAULTS - 1)
     for _ in range(FORGIVEN_AFTER_ROUNDS):
@@ -182,17 +167,17 @@ def breaker_of_one_rank(breaker, faults, world_size=1):
 
 
 @fault("drafting raises on one of several ranks", 1)
-def test_one_of_several_ranks_ends_its_process(lines):
+def test_one_of_several_ranks_ends_its_process(log_lines):
     """Its peers wait in a collective: going on would pair that with another one."""
     with pytest.raises(SystemExit):
         breaker_of_one_rank(CircuitBreaker(), faults=1, world_size=2)
-    assert len(lines) == 1 and "one of several ranks" in lines[0]
+    assert len(log_lines) == 1 and "one of several ranks" in log_lines[0]
 
 
 @fault("hidden states are NaN or infinite", 1)
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("where", ["norm", "layer.input_layernorm"])
-def test_hidden_states_that_are_not_finite(served, greedy, prompts, expected, lines, where, value):
+def test_hidden_states_that_are_not_finite(served, greedy, prompts, expected, log_lines, where, value):
     """Drafts are worthless, under every policy; the posteriors, the calibration and the output are not touched."""
     llm, drafter, *_ = served
     weight = drafter._step._head[0].get_submodule(where).weight.data
@@ -211,7 +196,7 @@ def test_hidden_states_that_are_not_finite(served, greedy, prompts, expected, li
     drafter._step._head[0].layer.self_attn.attn.kv_cache.zero_()
     stats = stats_of(llm)
     assert stats["drafted_not_finite"] > 0 and stats["drafter_faults"] == 0
-    assert len(lines) == 1 and "not finite" in lines[0]
+    assert len(log_lines) == 1 and "not finite" in log_lines[0]
 
 
 def test_drafts_are_right_again_afterwards(served, greedy, prompts, expected):
@@ -248,7 +233,7 @@ def test_a_clock_that_jumps(served, greedy, prompts, expected, monkeypatch):
 
 
 @fault("the state file is damaged, then its directory gone", 2)
-def test_a_state_file_that_can_no_longer_be_written(served, greedy, prompts, expected, lines, monkeypatch):
+def test_a_state_file_that_can_no_longer_be_written(served, greedy, prompts, expected, log_lines, monkeypatch):
     from vllm_eesd.round import outcome
 
     llm, _, _, state_file = served
@@ -258,7 +243,7 @@ def test_a_state_file_that_can_no_longer_be_written(served, greedy, prompts, exp
     shutil.rmtree(state_file.parent)
     for _ in range(2):
         assert greedy(llm, prompts[:1], max_tokens=MAX_TOKENS) == expected[:1]
-    assert len(lines) == 1 and "state_file cannot be written" in lines[0]
+    assert len(log_lines) == 1 and "state_file cannot be written" in log_lines[0]
     assert stats_of(llm)["drafter_faults"] == 0
 
 

@@ -1,7 +1,6 @@
 """Learned state over restarts: whole or not at all."""
 
 import json
-import logging
 
 import numpy as np
 import pytest
@@ -38,12 +37,12 @@ def test_a_new_start_takes_over_what_was_learned(tmp_path):
 
 
 @pytest.mark.parametrize("damage", [b"", b"{", b"[]", b'{"format": "eesd-policy-state", "version": 2}', b"\xff\xfe"])
-def test_a_damaged_file_is_ignored_with_a_warning(tmp_path, damage, caplog):
+def test_a_damaged_file_is_ignored_with_a_warning(tmp_path, damage, log_lines):
     path = tmp_path / "state.json"
     path.write_bytes(damage)
-    with caplog.at_level(logging.WARNING):
-        policy = build_policy("goodput", BetaPosterior(1, 2, 2), 0, {"state_file": str(path)})
-    assert "is ignored" in caplog.text and str(path) in caplog.text
+    policy = build_policy("goodput", BetaPosterior(1, 2, 2), 0, {"state_file": str(path)})
+    (line,) = log_lines
+    assert "is ignored" in line and str(path) in line
     assert prior_mean(policy) == 0.5
     policy.save_state()
     assert json.loads(path.read_text())["version"] == 1

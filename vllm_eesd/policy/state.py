@@ -14,7 +14,7 @@ from vllm_eesd.policy.posterior import BetaPosterior
 FORMAT, VERSION = "eesd-policy-state", 1
 MAX_FILE_BYTES = 1 << 20
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("vllm.eesd")
 
 
 def save_state(path: str | os.PathLike, posterior: BetaPosterior, calibration: Calibration) -> None:

@@ -51,7 +51,7 @@ UNKNOWN = -1
 
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("vllm.eesd")
 
 
 class Round(TypedDict):
