@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_eesd.host.v2.drawing import SHARED
+from vllm_eesd.policy import SHARED_NOISE
 
 K = 4
 SPEC = {"method": "eesd", "num_speculative_tokens": K, "policy": "beta_ts"}
@@ -145,4 +145,4 @@ def test_the_kinds_of_draft_steps(llm, requests, monkeypatch):
 
     monkeypatch.setattr(DraftSteps, "_run_step", noted)
     ask(llm, requests[-2:])
-    assert kinds == {SHARED}
+    assert kinds == {SHARED_NOISE}
