@@ -167,5 +167,6 @@ def public_commands(table: Measured) -> str:
 
 
 FILTERS = {
-    function.__name__: function for function in (method_name, texts_cell, margin_cell, positions_cell, public_commands)
+    function.__name__: function
+    for function in (method_name, texts_cell, margin_cell, positions_cell, public_commands)
 }

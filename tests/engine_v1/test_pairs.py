@@ -1,6 +1,6 @@
 """Pairs of options, drawn from what vLLM has: answered as by plain vLLM, refused as by it, or refused in one line.
 
-make fuzz FUZZ_MINUTES=60 SEED=5      # what is printed of a run, its seed and the numbers of its draws, repeats it
+    make fuzz FUZZ_MINUTES=60 SEED=5      # what is printed of a run, its seed and the numbers of its draws, repeats it
 """
 
 from __future__ import annotations

@@ -34,8 +34,8 @@ EDGES = (0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)
 NUM_BINS = len(EDGES) + 1
 #: Outcomes a cell remembers: older ones fade, so that a new workload is learned.
 MEMORY = 2000.0
-#: Pseudo-counts with which a cell leans on its bin at all positions, a bin on its centre, but one of drawn drafts on the
-#: greedy ones', a position on the one before.
+#: Pseudo-counts with which a cell leans on its bin at all positions, a bin on its centre (one of drawn drafts on the
+#: greedy ones'), a position on the one before.
 SMOOTHING = 16.0
 MAX_FILE_BYTES = 1 << 20
 
