@@ -463,6 +463,20 @@ def test_drafts_are_drawn_for_requests_that_sample_freely(monkeypatch, requests,
     assert (rounds.drawing.kind(rounds.round), rounds.drawing.certain(rounds.round).tolist()) == (kind, certain)
 
 
+@pytest.mark.parametrize("unseeded", ["ratio", "shared_noise"])
+@pytest.mark.parametrize("has_margins", [True, False])
+def test_the_policy_is_told_the_kind_of_every_requests_drafts(monkeypatch, has_margins, unseeded):
+    """A request under a grammar drafts greedily, unless it shares its noise."""
+    rounds = make_rounds(monkeypatch, policy="fixed", unseeded_verification=unseeded)
+    rounds.drawing.has_margins = has_margins
+    rounds.admit([0, 1, 2], [new_request(**request) for request in (SAMPLED, SEEDED, BOUND)])
+    shared, seeded_only = drawing.SHARED_NOISE if has_margins else drawing.DRAWN, unseeded == "ratio"
+    expected = [drawing.DRAWN, shared, drawing.GREEDY] if seeded_only else [shared] * 3
+    assert rounds.policy.kinds[[0, 1, 2]].tolist() == expected
+    rounds.admit([1], [new_request(**GREEDY, seed=1)])
+    assert rounds.policy.kinds[1] == drawing.GREEDY
+
+
 def test_a_request_without_a_draft_of_the_exit_head_draws_none(monkeypatch):
     rounds = make_rounds(monkeypatch, policy="fixed")
     rounds.admit([0, 1], [new_request(temperature=0.8), new_request(temperature=0.0)])
