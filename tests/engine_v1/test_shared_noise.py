@@ -203,7 +203,7 @@ def test_the_policy_is_told_margins_of_these_requests_and_learns_them_apart(llm,
     ask(llm, alone)
     learned = {name: np.sum(counts) for name, counts in calibration.state().items() if name.endswith("observed")}
     assert learned["shared_noise_observed"] > 200 and not learned["observed"] and not learned["drawn_observed"]
-    assert len(set(told)) == len(told) > 200
+    assert len(set(told)) > 0.9 * len(told) > 200  # after a preemption some are drawn again
 
 
 def test_noise_of_another_position_costs_acceptance_and_no_token(llm, plain, alone, monkeypatch):
