@@ -26,6 +26,7 @@ from vllm_eesd.kernels.gpu import (
     ngram,
     rejection,
     rejection_statistics,
+    shared_draw,
 )
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -36,13 +37,13 @@ CUOBJDUMP = Path(triton.backends.__file__).parent / "nvidia" / "bin" / "cuobjdum
 
 # Element types of the arguments that do not depend on the model's.
 POINTERS = {
-    "fp32": "temperature maxima sums top1_prob blocks refused local_score k_scale v_scale "
-    "draft_confidences confidences",
-    "i1": "chosen taken",
+    "fp32": "temperature maxima seconds sums top1_prob blocks refused local_score k_scale v_scale "
+    "draft_confidences confidences drawn_confidences",
+    "i1": "chosen taken shares_noise",
     "i32": "cu_num_logits argmax arrived num_sampled local_token columns best texts num_tokens found "
     "input_ids seq_lens query_start_loc target_seq_lens target_query_start_loc num_rejected num_blocks",
     "i64": "d2t seeds positions token_ids idx_mapping draft_sampled sampled slot_mapping drafts draft_tokens "
-    "position_limit last_rows target_idx_mapping last_sampled tokens",
+    "position_limit last_rows target_idx_mapping last_sampled tokens drawn",
 }
 TYPE_OF = {f"{name}_ptr": "*" + kind for kind, names in POINTERS.items() for name in names.split()}
 
@@ -106,6 +107,10 @@ def rejection_cases() -> list[Case]:
                 cases.append(Case(name, kernel, model, constexprs, 1))
         kernel = rejection_statistics.mass_kernel
         cases.append(Case(f"rejection mass {model}", kernel, model, statistics | padded, 8))
+    for model in ("bf16", "fp32"):
+        draw = {"BLOCK": shared_draw.DRAW_BLOCK}
+        cases.append(Case(f"shared_draw {model}", shared_draw._draw_kernel, model, draw))
+    cases.append(Case("shared_draw reduce", shared_draw._reduce_kernel, "fp32", {"TILES_PADDED": 128}))
     kernel = keep_equal._keep_equal_kernel
     for whose, given in (("all", absent("chosen")), ("some", {})):
         cases.append(Case(f"keep_equal of {whose}", kernel, "fp32", {"WIDTH_PADDED": 8} | given, 1))

@@ -14,7 +14,7 @@ from importlib import import_module
 FILE_OF = {
     "advance_draft_inputs": "draft_inputs", "choose_tokens": "exit_head", "exit_head": "exit_head",
     "find_ngrams": "ngram", "keep_equal": "keep_equal", "kv_fill": "kv_fill", "prepare_draft_inputs": "draft_inputs",
-    "put_ngrams": "ngram", "rejection": "rejection",
+    "put_ngrams": "ngram", "rejection": "rejection", "shared_draw": "shared_draw",
 }  # fmt: skip
 
 

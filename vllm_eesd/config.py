@@ -59,8 +59,9 @@ class EESDConfig(BaseModel):
     unseeded_verification: Literal["ratio", "shared_noise"] = Field(
         "ratio",
         description="how drafts of requests that sample without a seed are verified: ratio weighs the target's "
-        "probability of a draft against the draft model's; shared_noise draws both models' tokens with the same noise, "
-        "as it does for every request with a seed, whose text is plain vLLM's",
+        "probability of a draft against the draft model's; shared_noise draws both models' tokens with the same noise "
+        "and accepts equal ones, as it does for every request with a seed, whose text is plain vLLM's. There a draft's "
+        "confidence is the margin by which it was drawn, else the draft model's largest probability",
     )
     seed: int = Field(0, ge=0, description="of the policy's own random generator (independent of sampling)")
 

@@ -6,6 +6,7 @@ import hashlib
 import importlib.util
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,22 @@ def random_target(tmp_path_factory):
         initializer_range=0.12,
     )
     LlamaForCausalLM(config).save_pretrained(directory)
+    return str(directory)
+
+
+@pytest.fixture(scope="session")
+def random_target_with_tokenizer(random_target, tmp_path_factory):
+    """The same with a tokenizer, which bad words and grammars want: a token for each byte, and names for the others."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    directory = tmp_path_factory.mktemp("targets") / "random8_with_tokenizer"
+    shutil.copytree(random_target, directory)
+    tokens = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokens += [f"<{number}>" for number in range(len(tokens), VOCAB_SIZE)]
+    tokenizer = Tokenizer(models.BPE({token: number for number, token in enumerate(tokens)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=tokens[-1]).save_pretrained(directory)
     return str(directory)
 
 

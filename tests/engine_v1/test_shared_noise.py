@@ -12,6 +12,7 @@ from request_cases import LOGPROB_TOLERANCE, assert_same_position, plain_logprob
 from vllm_eesd.config import EESDConfig
 from vllm_eesd.host.v1 import shared_noise
 from vllm_eesd.host.v1.draft_sampling import DraftSampling
+from vllm_eesd.policy import Calibration
 
 POLICIES = get_args(EESDConfig.model_fields["policy"].annotation)
 SPEC = {"method": "eesd", "num_speculative_tokens": 5, "policy": "beta_ts"}
@@ -31,8 +32,12 @@ KINDS = (
     {"logprobs": 2},
     {"min_p": 0.05},
     {"min_p": 0.1, "logit_bias": {token: 2.5 for token in range(0, 512, 7)}, "top_p": 0.9},
+    {"bad_words": list("aeiouxyz0123456789")},
+    {"bad_words": list("abcdefgh"), "min_p": 0.02, "top_k": 60, "frequency_penalty": 0.3},
+    {"structured": {"regex": "[a-h]{100}"}},
 )
-NUM_REQUESTS = 32  # for each policy
+#: For each policy: 504 in all.
+NUM_REQUESTS = 72
 #: Where two tokens' scores are closer, the last bits of float32, which hang on a batch's shape, may choose: each of the
 #: two logits is off by no more than log-probabilities are, and the temperature divides both.
 NEAR_TIE = 2 * LOGPROB_TOLERANCE
@@ -52,10 +57,18 @@ def some_requests(number, kinds=KINDS, temperatures=(0.3, 0.7, 1.0, 1.5), max_to
     return requests
 
 
-def ask(llm, requests):
+def params_of(asked):
     from vllm import SamplingParams
+    from vllm.sampling_params import StructuredOutputsParams
 
-    params = [SamplingParams(ignore_eos=True, detokenize=False, **asked) for _, asked in requests]
+    rest = {name: value for name, value in asked.items() if name != "structured"}
+    if "structured" in asked:
+        rest["structured_outputs"] = StructuredOutputsParams(**asked["structured"])
+    return SamplingParams(ignore_eos=True, detokenize=False, **rest)
+
+
+def ask(llm, requests):
+    params = [params_of(asked) for _, asked in requests]
     prompts = [{"prompt_token_ids": prompt} for prompt, _ in requests]
     outputs = llm.generate(prompts, params, use_tqdm=False)
     return [(list(o.outputs[0].token_ids), plain_logprobs(o.outputs[0].logprobs)) for o in outputs]
@@ -118,20 +131,21 @@ class Plain:
 
 
 @pytest.fixture(scope="module")
-def plain(engine, random_target, requests, alone):
+def plain(engine, random_target_with_tokenizer, requests, alone):
     plain = Plain()
-    with engine(random_target, max_num_seqs=64) as llm:
+    with engine(random_target_with_tokenizer, max_num_seqs=64, skip_tokenizer_init=False) as llm:
         plain.ask(llm, requests + alone)
     return plain
 
 
 @pytest.fixture(scope="module")
-def llm(engine, random_target, cloned_head, plain):
+def llm(engine, random_target_with_tokenizer, cloned_head, plain):
     """The head is the target's own last layer: where a temperature is all, its drafts are the target's tokens.
 
     After plain vLLM's engine, whose end takes the process's groups away.
     """
-    with engine(random_target, SPEC | {"model": cloned_head(random_target, 7, 7)}, **HARD) as llm:
+    target = random_target_with_tokenizer
+    with engine(target, SPEC | {"model": cloned_head(target, 7, 7)}, skip_tokenizer_init=False, **HARD) as llm:
         yield llm
 
 
@@ -174,13 +188,31 @@ def test_drafts_of_the_right_distribution_are_all_accepted(llm, plain, alone):
     assert stats["accepted"] >= stats["drafted"] - MAX_NEAR_TIES * SPEC["num_speculative_tokens"] > 700
 
 
+def test_the_policy_is_told_margins_of_these_requests_and_learns_them_apart(llm, alone, drafter_of, monkeypatch):
+    """The head's distributions are the target's own: whatever the margin, the draft is right."""
+    told, draw = [], DraftSampling._draw_by_shared_noise
+
+    def noted(self, *args):
+        made = draw(self, *args)
+        told.extend(made[1].tolist())
+        return made
+
+    monkeypatch.setattr(DraftSampling, "_draw_by_shared_noise", noted)
+    llm.collective_rpc("eesd_use_policy", args=("calibrated_ts",))
+    drafter_of(llm).policy.calibration = calibration = Calibration()
+    ask(llm, alone)
+    learned = {name: np.sum(counts) for name, counts in calibration.state().items() if name.endswith("observed")}
+    assert learned["shared_noise_observed"] > 200 and not learned["observed"] and not learned["drawn_observed"]
+    assert len(set(told)) > 0.9 * len(told) > 200  # after a preemption some are drawn again
+
+
 def test_noise_of_another_position_costs_acceptance_and_no_token(llm, plain, alone, monkeypatch):
     draw = DraftSampling._draw_by_shared_noise
 
     def of_the_next_position(self, rows, *args):
         new = [row for row in rows.tolist() if row not in self._ahead]
-        tokens = draw(self, rows, *args)
-        return draw(self, rows, *args) if new else tokens
+        made = draw(self, rows, *args)
+        return draw(self, rows, *args) if new else made
 
     monkeypatch.setattr(DraftSampling, "_draw_by_shared_noise", of_the_next_position)
     llm.collective_rpc("eesd_use_policy", args=("fixed",))
@@ -202,10 +234,10 @@ def test_a_fault_while_drafting_changes_no_token(llm, plain, alone, monkeypatch)
     draw, calls = DraftSampling._draw_by_shared_noise, itertools.count()
 
     def now_and_then(self, *args):
-        tokens = draw(self, *args)
+        made = draw(self, *args)
         if next(calls) % 40 == 20:
             raise RuntimeError("injected")
-        return tokens
+        return made
 
     monkeypatch.setattr(DraftSampling, "_draw_by_shared_noise", now_and_then)
     monkeypatch.setattr("vllm_eesd.host.circuit_breaker.MAX_FAULTS", math.inf)
@@ -214,12 +246,9 @@ def test_a_fault_while_drafting_changes_no_token(llm, plain, alone, monkeypatch)
 
 
 def test_aborted_requests_change_nothing_for_the_others(llm, plain, alone):
-    from vllm import SamplingParams
-
     engine = llm.llm_engine
     for number, (prompt, asked) in enumerate(alone[:12]):
-        params = SamplingParams(ignore_eos=True, detokenize=False, **asked)
-        engine.add_request(str(number), {"prompt_token_ids": prompt}, params)
+        engine.add_request(str(number), {"prompt_token_ids": prompt}, params_of(asked))
     answers = {}
     for step in itertools.count():
         if step in (6, 12):

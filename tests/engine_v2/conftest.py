@@ -17,6 +17,7 @@ _spec = importlib.util.spec_from_file_location("host_fixtures", _path)
 host = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(host)
 random_target, eight_token_target, cloned_head = host.random_target, host.eight_token_target, host.cloned_head
+random_target_with_tokenizer = host.random_target_with_tokenizer
 greedy, preemptions, adapter, plain_answers = host.greedy, host.preemptions, host.adapter, host.plain_answers
 head_of_two_layers = host.head_of_two_layers
 host_engine, no_faults_but_planted_ones = host.engine, host.no_faults_but_planted_ones

@@ -136,18 +136,18 @@ def test_greedy_identity_from_graphs(
         assert 0 < accepted < drafted
         assert all(graph.num_replays for graph in drafts[0].graphs.values())
         if sampling == "auto":
-            from vllm_eesd.host.v2.drawing import DRAWN, SHARED
+            from vllm_eesd.policy import DRAWN, SHARED_NOISE
 
             assert not any(graph.num_replays for graph in drafts[DRAWN].graphs.values())
             answers, drafted, accepted = outcome(llm, generate, temperature=NEARLY_GREEDY)
             assert answers == expected
             assert accepted
             assert sum(graph.num_replays > 0 for graph in drafts[DRAWN].graphs.values()) > 1
-            assert not any(graph.num_replays for graph in drafts[SHARED].graphs.values())
+            assert not any(graph.num_replays for graph in drafts[SHARED_NOISE].graphs.values())
             answers, drafted, accepted = outcome(llm, generate, temperature=NEARLY_GREEDY, seed=SEED)
             assert answers == seeded
             assert accepted
-            assert sum(graph.num_replays > 0 for graph in drafts[SHARED].graphs.values()) > 1
+            assert sum(graph.num_replays > 0 for graph in drafts[SHARED_NOISE].graphs.values()) > 1
         assert sum(graph.num_replays > 0 for graph in targets.values()) > 2
         if calls is not None:
             assert num_calls["exit_head"] and num_calls["kv_fill"] and calls["exit_head"] == num_calls["exit_head"]

@@ -648,6 +648,9 @@ def test_methods_differ_only_in_speculation():
     assert settings.method_arguments("plain") == {}
     expected = {"method": "eesd", "model": "head", "num_speculative_tokens": 4, "policy": "fixed"}
     assert settings.method_arguments("eesd")["speculative_config"] == expected
+    for method, way in (("eesd-ratio", "ratio"), ("eesd-shared-noise", "shared_noise")):
+        assert settings.method_arguments(method)["speculative_config"] == expected | {"unseeded_verification": way}
+        assert engines.is_method(method) and engines.is_ours(method)
     assert settings.method_arguments("ngram")["speculative_config"]["method"] == "ngram"
     assert "model" not in EngineSettings("target").eesd_config()
 

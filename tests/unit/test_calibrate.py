@@ -9,14 +9,16 @@ import numpy as np
 import pytest
 import torch
 
+from vllm_eesd.distill import calibrate
 from vllm_eesd.distill.calibrate import (
     DRAWN_TEMPERATURE,
     Rounds,
     calibration_errors,
     count,
-    count_drawn,
+    count_sampled,
     draft_rounds,
     fit_prior,
+    noise_of,
     run,
 )
 from vllm_eesd.distill.generate import own_held_out
@@ -102,7 +104,7 @@ def test_drawn_rounds_are_counted_at_their_chances(model_dir, head_dir, text):
     head = load_head(target, head_dir)
     windows, prompt_len = own_held_out(target, [np.fromfile(text, dtype=np.uint16)], 2, SEQ_LEN, DRAWN_TEMPERATURE)
     calibration = Calibration()
-    count_drawn(calibration, target, head, windows, prompt_len - 1)
+    count_sampled(calibration, target, head, windows, prompt_len - 1, torch.Generator().manual_seed(0))
     state = calibration.state()
     observed, accepted = (np.array(state[f"drawn_{name}"]).sum(1) for name in ("observed", "accepted"))
     starts = range(prompt_len - 1, SEQ_LEN - DEPTH + 1)
@@ -119,6 +121,47 @@ def test_drawn_rounds_are_counted_at_their_chances(model_dir, head_dir, text):
     assert accepted[0] == pytest.approx(expected, rel=1e-3)
     assert observed[1:DEPTH] == pytest.approx(accepted[: DEPTH - 1], abs=0.02)  # a table is written to three digits
     assert not np.array(state["observed"]).any(), "greedy drafts are counted elsewhere"
+
+
+def test_noise_is_gumbels_and_makes_the_text_the_targets_choice():
+    """Of texts that the target sampled; whatever else draws by that noise draws from its own distribution."""
+    noise, torch_noise = torch.Generator().manual_seed(1), torch.Generator().manual_seed(2)
+    p, q = torch.randn(2, 12, generator=torch_noise).log_softmax(-1)
+    text = torch.multinomial(p.exp(), 40_000, replacement=True, generator=torch_noise)
+    g = noise_of(p.expand(len(text), -1), text, noise)
+    assert torch.equal((p + g).argmax(-1), text)
+    assert g.mean().item() == pytest.approx(0.5772, abs=0.01) and g.std().item() == pytest.approx(1.2825, abs=0.01)
+    shares = torch.bincount((q + g).argmax(-1), minlength=12) / len(text)
+    # Five standard deviations of a token's share.
+    assert ((shares - q.exp()).abs() < 5 * (q.exp() / len(text)).sqrt()).all()
+    one = noise_of(p[None], text[:1], torch.Generator().manual_seed(3))
+    assert torch.equal(one, noise_of(p[None], text[:1], torch.Generator().manual_seed(3)))
+
+
+@torch.no_grad()
+def test_a_head_that_says_what_the_target_says_is_right_at_every_margin(model_dir, tmp_path, text):
+    """Its noise is the target's: planted noise of its own leaves it as right as chance is."""
+    target = load_target(str(model_dir), 3, "cpu")
+    windows, prompt_len = own_held_out(target, [np.fromfile(text, dtype=np.uint16)], 2, SEQ_LEN, DRAWN_TEMPERATURE)
+
+    def counts(**planted):
+        with pytest.MonkeyPatch.context() as patch:
+            logits = target.model(windows).logits
+            passes = [(slice(0, 2), logits, logits, start) for start in range(prompt_len - 1, prompt_len + DEPTH - 1)]
+            patch.setattr(calibrate, "draft_passes", lambda *args: passes)
+            for name, value in planted.items():
+                patch.setattr(calibrate, name, value)
+            calibration = Calibration()
+            count_sampled(calibration, target, None, windows, prompt_len - 1, torch.Generator().manual_seed(0))
+        state = calibration.state()
+        observed, accepted = (np.array(state[f"shared_noise_{name}"]) for name in ("observed", "accepted"))
+        assert observed[0].sum() == 2 * len(range(prompt_len - 1, SEQ_LEN - DEPTH + 1))
+        return observed, accepted
+
+    observed, accepted = counts()
+    assert np.array_equal(observed, accepted) and (observed.sum(0) > 0).sum() > 5
+    observed, accepted = counts(noise_of=lambda p, text, generator: torch.zeros_like(p).exponential_().log().neg())
+    assert accepted.sum() < 0.8 * observed.sum()
 
 
 def make_rounds(num_rounds, acceptance, num_windows=40, seed=0) -> Rounds:
@@ -179,14 +222,20 @@ def test_run_writes_what_the_engine_reads(model_dir, head_dir, text, tmp_path, c
     outcome = json.loads((tmp_path / "out.json").read_text())
     table = Calibration.load(head_dir)
     assert sum(map(sum, table.state()["observed"])) >= outcome["rounds"] > 0
-    greedy, drawn = table.position_rates[:, :8].tolist()
+    greedy, drawn, shared_noise = table.position_rates[:, :8].tolist()
+    assert shared_noise == pytest.approx(outcome["shared_noise_acceptance_per_position"], abs=1e-3)
     assert greedy == pytest.approx(outcome["acceptance_per_position"], abs=1e-3)
     assert drawn == pytest.approx(outcome["drawn_acceptance_per_position"], abs=1e-3)
     assert ExitHeadConfig.load(head_dir).prior.model_dump() == outcome["prior"]
     assert (weights.read_bytes() if weights.exists() else None) == bytes_before
     assert not [path for path in head_dir.iterdir() if path.name.startswith(".")]
     out = capsys.readouterr().out
-    assert "calibration error" in out and f"next: {outcome['next']}" in out and str(head_dir) in outcome["next"]
+    assert (
+        "drawn by shared noise" in out
+        and "calibration error" in out
+        and f"next: {outcome['next']}" in out
+        and str(head_dir) in outcome["next"]
+    )
 
 
 def test_a_new_head_drops_the_old_calibration(model_dir, head_dir, text):

@@ -6,27 +6,36 @@ import numpy as np
 import pytest
 
 from vllm_eesd.config import MAX_SPECULATIVE_TOKENS
-from vllm_eesd.policy.calibration import EDGES, FILE_NAME, NUM_BINS, Calibration
+from vllm_eesd.policy.calibration import (
+    DRAWN,
+    EDGES,
+    FILE_NAME,
+    GREEDY,
+    NUM_BINS,
+    SHARED_NOISE,
+    Calibration,
+    margin_confidence,
+)
 from vllm_eesd.policy.costs import WINDOW
 
 #: Five standard errors of a share of 4000 outcomes, and the pull of the pseudo-counts.
 TOLERANCE = 0.06
 
 
-def taught(true_acceptance, rounds=4000, num_drafted=4, seed=0, updates_shared_prior=None, drawn=None):
+def taught(true_acceptance, rounds=4000, num_drafted=4, seed=0, updates_shared_prior=None, kind=GREEDY):
     """A calibration that saw drafts whose token j with confidence c is accepted with `true_acceptance(c, j)`."""
-    generator, calibration = np.random.default_rng(seed), Calibration()
+    generator, calibration, kinds = np.random.default_rng(seed), Calibration(), np.array([kind], dtype=np.int8)
     for _ in range(rounds):
         confidences = np.full((1, MAX_SPECULATIVE_TOKENS), np.nan, dtype=np.float32)
         confidences[0, :num_drafted] = generator.random(num_drafted)
         chance = true_acceptance(confidences[0, :num_drafted], np.arange(num_drafted))
         accepted = np.cumprod(generator.random(num_drafted) < chance).sum()
-        calibration.observe(confidences, np.array([num_drafted]), np.array([accepted]), updates_shared_prior, drawn)
+        calibration.observe(confidences, np.array([num_drafted]), np.array([accepted]), updates_shared_prior, kinds)
     return calibration
 
 
-def at(calibration, confidence, position=0, drawn=False):
-    return calibration.acceptance(np.array([confidence], dtype=np.float32), position, drawn)[0]
+def at(calibration, confidence, position=0, kind=GREEDY):
+    return calibration.acceptance(np.array([confidence], dtype=np.float32), position, kind)[0]
 
 
 def test_before_any_outcome_a_confidence_is_believed():
@@ -50,19 +59,31 @@ def test_positions_differ():
     assert calibration.exponents[0, 1] > calibration.exponents[0, 0]
 
 
-def test_drawn_drafts_have_a_table_of_their_own():
-    calibration = taught(lambda c, j: 0 * c + 0.6, drawn=np.array([True]))
-    assert at(calibration, 0.35, drawn=True) == pytest.approx(0.6, abs=TOLERANCE)
+@pytest.mark.parametrize("kind", [DRAWN, SHARED_NOISE])
+def test_each_kind_of_draft_has_a_table_of_its_own(kind):
+    calibration = taught(lambda c, j: 0 * c + 0.6, kind=kind)
+    assert at(calibration, 0.35, kind=kind) == pytest.approx(0.6, abs=TOLERANCE)
     assert at(calibration, 0.35) == at(Calibration(), 0.35), "they say nothing of greedy drafts"
-    assert calibration.mean_rate == pytest.approx([0.5, 0.6], abs=TOLERANCE)
-    both = np.array([0.35, 0.35], dtype=np.float32)
-    rates = calibration.acceptance(both, 0, np.array([False, True]))
-    assert rates.tolist() == [at(calibration, 0.35), at(calibration, 0.35, drawn=True)]
+    other = DRAWN + SHARED_NOISE - kind
+    assert at(calibration, 0.35, kind=other) == at(Calibration(), 0.35, kind=other)
+    assert calibration.mean_rate[[GREEDY, kind]] == pytest.approx([0.5, 0.6], abs=TOLERANCE)
+    all_three = np.array([0.35, 0.35, 0.35], dtype=np.float32)
+    rates = calibration.acceptance(all_three, 0, np.arange(3))
+    assert rates.tolist() == [at(calibration, 0.35, kind=each) for each in (GREEDY, DRAWN, SHARED_NOISE)]
 
 
 def test_before_any_drawn_outcome_greedy_ones_say_what_to_expect():
     calibration = taught(lambda c, j: c**2)
-    assert at(calibration, 0.55, drawn=True) == pytest.approx(0.55**2, abs=TOLERANCE)
+    assert at(calibration, 0.55, kind=DRAWN) == pytest.approx(0.55**2, abs=TOLERANCE)
+    assert at(calibration, 0.55, kind=SHARED_NOISE) == pytest.approx(0.55, abs=1e-6), "margins are on another scale"
+
+
+def test_the_confidence_of_a_margin_is_uniform_where_nothing_is_known():
+    """Of many tokens that are equally likely; it grows with the margin, and a lone token's is 1."""
+    scores = np.sort(np.random.default_rng(0).gumbel(size=(4000, 500)))
+    shares = np.histogram(margin_confidence(scores[:, -1] - scores[:, -2]), bins=5, range=(0, 1))[0] / 4000
+    assert shares == pytest.approx(np.full(5, 0.2), abs=0.04)
+    assert margin_confidence(np.array([0.0, 1.0, 2.0, np.inf])).tolist() == [0.0, 1 - np.exp(-1), 1 - np.exp(-2), 1.0]
 
 
 def test_tokens_behind_a_rejection_do_not_count():
@@ -88,22 +109,25 @@ def test_an_unknown_confidence_means_the_position():
     assert at(calibration, 0.15) < 0.5, "outcomes without a confidence say nothing of any confidence"
 
 
-@pytest.mark.parametrize("drawn", [False, True])
-def test_what_was_counted_survives_a_file(tmp_path, drawn):
-    calibration = taught(lambda c, j: c**2, rounds=500, drawn=np.array([drawn]))
+@pytest.mark.parametrize("kind", [GREEDY, DRAWN, SHARED_NOISE])
+def test_what_was_counted_survives_a_file(tmp_path, kind):
+    calibration = taught(lambda c, j: c**2, rounds=500, kind=kind)
     (tmp_path / FILE_NAME).write_text(json.dumps(calibration.state()))
     loaded = Calibration.load(tmp_path)
     confidences = np.linspace(0, 1, 30, dtype=np.float32)
-    for of_drawn in (False, True):
-        expected = calibration.acceptance(confidences, 0, of_drawn)
-        np.testing.assert_allclose(loaded.acceptance(confidences, 0, of_drawn), expected)
+    for other in (GREEDY, DRAWN, SHARED_NOISE):
+        expected = calibration.acceptance(confidences, 0, other)
+        np.testing.assert_allclose(loaded.acceptance(confidences, 0, other), expected)
 
 
-def test_a_file_that_knows_no_drawn_drafts_is_read(tmp_path):
+@pytest.mark.parametrize("unknown", [("drawn", "shared"), ("shared",), ("drawn",)], ids=str)
+def test_a_file_that_does_not_know_every_kind_of_draft_is_read(tmp_path, unknown):
     calibration = taught(lambda c, j: c**2, rounds=500)
-    old = {name: value for name, value in calibration.state().items() if not name.startswith("drawn")}
+    old = {name: value for name, value in calibration.state().items() if not name.startswith(unknown)}
     (tmp_path / FILE_NAME).write_text(json.dumps(old))
-    assert at(Calibration.load(tmp_path), 0.55) == pytest.approx(at(calibration, 0.55))
+    loaded = Calibration.load(tmp_path)
+    for kind in (GREEDY, DRAWN, SHARED_NOISE):
+        assert at(loaded, 0.55, kind=kind) == pytest.approx(at(calibration, 0.55, kind=kind))
 
 
 def test_a_head_without_a_file_starts_empty(tmp_path):
@@ -117,6 +141,7 @@ def test_a_head_without_a_file_starts_empty(tmp_path):
         ({"observed": [[1] * NUM_BINS], "accepted": [[2] * NUM_BINS]}, "0 <= accepted <= observed"),
         ({"observed": [[1, 2]], "accepted": [[1, 2]]}, "positions"),
         ({"drawn_observed": [[1] * NUM_BINS], "drawn_accepted": [[2] * NUM_BINS]}, "drawn_accepted <= drawn_observed"),
+        ({"shared_noise_observed": [[1, 2]], "shared_noise_accepted": [[1, 2]]}, "shared_noise_observed"),
         ({"observed": [[float("nan")] * NUM_BINS]}, "accepted"),
         ({"accepted": "x"}, ""),
         ({"accepted": None}, ""),

@@ -37,8 +37,8 @@ def signatures():
 before = signatures()
 for policy, size in zip(policies, (1, 5)):
     reset = policy.reset
-    for drawn in (False, True):
-        policy.reset = lambda slots, *asked: reset(slots, None, np.full(len(slots), drawn))
+    for kind in range(3):
+        policy.reset = lambda slots, *asked: reset(slots, None, np.full(len(slots), kind))
         drafter = DeviceDrafter(policy) if ahead else PolicyDrafter(policy)
         world = Device(default_costs(), HostTimes()) if ahead else World(default_costs())
         replay(trace, drafter, world, size)

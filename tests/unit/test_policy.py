@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from outcomes import outcome
 
-from vllm_eesd.policy import BetaPosterior, build_policy
+from vllm_eesd.policy import DRAWN, GREEDY, SHARED_NOISE, BetaPosterior, build_policy
 from vllm_eesd.policy.posterior import MAX_PRIOR_KEYS
 
 SLOTS = np.arange(4)
@@ -151,12 +151,13 @@ def test_calibrated_ts_goes_on_as_often_as_the_calibrated_confidence():
     assert share == pytest.approx(0.75, abs=5 * np.sqrt(0.75 * 0.25 / len(slots)))
 
 
+@pytest.mark.parametrize("kind", [DRAWN, SHARED_NOISE])
 @pytest.mark.parametrize("name", ["calibrated_ts", "goodput"])
-def test_what_drawn_drafts_taught_decides_about_drawn_drafts_only(name):
+def test_what_drafts_of_a_kind_taught_decides_about_that_kind_only(name, kind):
     """Drawn drafts of confidence 0.75 are hardly ever accepted: a drawn draft stops after one, a greedy one goes on."""
     policy = build_policy(name, BetaPosterior(2, 60, 20), 0, {})
     slots = np.arange(2)
-    policy.reset(slots, None, [False, True])
+    policy.reset(slots, None, [GREEDY, kind])
     for _ in range(200):
         policy.observe(outcome(slots, np.array([4, 4]), np.array([4, 0]), np.full((2, 4), 0.75)))
     confidence, went_on = np.full(2, 0.75, dtype=np.float32), np.zeros(2)
@@ -166,14 +167,14 @@ def test_what_drawn_drafts_taught_decides_about_drawn_drafts_only(name):
     assert went_on[0] > 0.8 and went_on[1] < 0.2
 
 
-def test_requests_whose_drafts_are_drawn_start_from_a_prior_of_their_own():
+def test_requests_of_each_kind_of_draft_start_from_a_prior_of_their_own():
     policy = build_policy("goodput", BetaPosterior(4, 5, 5), 0, {})
-    policy.reset(np.arange(2), None, [False, True])
+    policy.reset(np.arange(2), None, [GREEDY, DRAWN])
     for _ in range(50):
         policy.observe(outcome(np.arange(2), np.array([4, 4]), np.array([4, 0])))
-    policy.reset(np.array([2, 3]), None, [False, True])
-    greedy, drawn = policy.posterior.mean(np.array([2, 3]))
-    assert greedy > 0.8 and drawn < 0.2
+    policy.reset(np.arange(1, 4), None, [SHARED_NOISE, GREEDY, DRAWN])
+    shared_noise, greedy, drawn = policy.posterior.mean(np.arange(1, 4))
+    assert greedy > 0.8 and drawn < 0.2 and shared_noise == 0.5
 
 
 @pytest.mark.parametrize("value", [-0.1, 1.1, "high", True, float("nan")])

@@ -3,9 +3,11 @@
 from types import SimpleNamespace
 
 import numpy as np
+import pytest
 
 from vllm_eesd.host.v1.batch import BatchRequests, V1Step
-from vllm_eesd.policy import BetaPosterior, build_policy
+from vllm_eesd.host.v1.draft_sampling import DraftSampling
+from vllm_eesd.policy import DRAWN, GREEDY, SHARED_NOISE, BetaPosterior, build_policy
 
 
 def make_runner(**requests):
@@ -25,6 +27,9 @@ def make_runner(**requests):
             bad_words=None,
             allowed_token_ids=None,
             structured_outputs=None,
+            seed=None,
+            min_p=0.0,
+            thinking_token_budget=None,
         )
         described[request_id] = SimpleNamespace(sampling_params=params, num_prompt_tokens=10, lora_request=None)
     batch = SimpleNamespace(req_ids=list(requests))
@@ -87,13 +92,27 @@ def test_a_request_whose_end_no_round_heard_of_gives_its_slot_back():
     assert len(running) == 1
 
 
-def test_the_policy_is_told_whose_drafts_are_drawn():
-    policy = build_policy("fixed", BetaPosterior(4), 0, {})
-    runner = make_runner(greedy=(50, None), sampled=(50, None), cut_by_a_grammar=(50, None))
-    for name in ("sampled", "cut_by_a_grammar"):
-        runner.requests[name].sampling_params.temperature = 0.8
-    runner.requests["cut_by_a_grammar"].sampling_params.structured_outputs = object()
-    slots = BatchRequests(4, 6, policy, None, True).slots_of(step_of(runner))
-    assert policy.drawn[slots].tolist() == [False, True, False]
-    slots = BatchRequests(4, 6, policy, None, False).slots_of(step_of(runner))
-    assert not policy.drawn[slots].any(), "drafts of all requests are greedy"
+@pytest.mark.parametrize("knows_noise", [True, False])
+@pytest.mark.parametrize("unseeded_too", [True, False])
+def test_the_policy_is_told_the_kind_of_every_requests_drafts(knows_noise, unseeded_too):
+    """On V1 a request that asks for min_p, logit_bias or a thinking budget is verified by shared noise too."""
+    policy, shared = build_policy("fixed", BetaPosterior(8), 0, {}), SHARED_NOISE if knows_noise else DRAWN
+    asked = {
+        "greedy": ({"temperature": 0.0, "seed": 1}, GREEDY),
+        "sampled": ({}, shared if unseeded_too else DRAWN),
+        "bound": ({"structured_outputs": object()}, shared if unseeded_too else GREEDY),
+        "seeded": ({"seed": 0}, shared),
+        "seeded and bound": ({"seed": 3, "structured_outputs": object()}, shared),
+        "min_p": ({"min_p": 0.1}, shared),
+        "logit_bias": ({"logit_bias": {1: 2.0}}, shared),
+        "thinking": ({"thinking_token_budget": 0}, shared),
+    }
+    runner = make_runner(**dict.fromkeys(asked, (50, None)))
+    for name, (changes, _) in asked.items():
+        vars(runner.requests[name].sampling_params).update({"temperature": 0.8} | changes)
+    sampling = DraftSampling(unseeded_too)
+    sampling._knows_noise = knows_noise
+    slots = BatchRequests(8, 6, policy, None, sampling.kind_of).slots_of(step_of(runner))
+    assert policy.kinds[slots].tolist() == [kind for _, kind in asked.values()]
+    slots = BatchRequests(8, 6, policy).slots_of(step_of(runner))
+    assert not policy.kinds[slots].any(), "drafts of all requests are greedy"

@@ -449,8 +449,8 @@ SEEDED, BOUND = SAMPLED | {"seed": 3}, SAMPLED | {"structured_outputs": object()
         ([GREEDY, SAMPLED], "auto", drawing.DRAWN, [False, False]),
         ([BOUND, SAMPLED], "auto", drawing.DRAWN, [True, False]),
         ([GREEDY, BOUND], "auto", drawing.GREEDY, [False, True]),
-        ([SEEDED, GREEDY], "auto", drawing.SHARED, [False, False]),
-        ([SAMPLED, BOUND | SEEDED], "auto", drawing.SHARED, [False, False]),
+        ([SEEDED, GREEDY], "auto", drawing.SHARED_NOISE, [False, False]),
+        ([SAMPLED, BOUND | SEEDED], "auto", drawing.SHARED_NOISE, [False, False]),
         ([SEEDED, GREEDY], "greedy", drawing.GREEDY, [False, False]),
         ([SAMPLED, BOUND], "greedy", drawing.GREEDY, [False, False]),
     ],
@@ -461,6 +461,20 @@ def test_drafts_are_drawn_for_requests_that_sample_freely(monkeypatch, requests,
     begin(rounds, [0, 1], [1, 1])
     assert rounds.round.num_steps and rounds.num_drafted[[0, 1]].all()
     assert (rounds.drawing.kind(rounds.round), rounds.drawing.certain(rounds.round).tolist()) == (kind, certain)
+
+
+@pytest.mark.parametrize("unseeded", ["ratio", "shared_noise"])
+@pytest.mark.parametrize("has_margins", [True, False])
+def test_the_policy_is_told_the_kind_of_every_requests_drafts(monkeypatch, has_margins, unseeded):
+    """A request under a grammar drafts greedily, unless it shares its noise."""
+    rounds = make_rounds(monkeypatch, policy="fixed", unseeded_verification=unseeded)
+    rounds.drawing.has_margins = has_margins
+    rounds.admit([0, 1, 2], [new_request(**request) for request in (SAMPLED, SEEDED, BOUND)])
+    shared, seeded_only = drawing.SHARED_NOISE if has_margins else drawing.DRAWN, unseeded == "ratio"
+    expected = [drawing.DRAWN, shared, drawing.GREEDY] if seeded_only else [shared] * 3
+    assert rounds.policy.kinds[[0, 1, 2]].tolist() == expected
+    rounds.admit([1], [new_request(**GREEDY, seed=1)])
+    assert rounds.policy.kinds[1] == drawing.GREEDY
 
 
 def test_a_request_without_a_draft_of_the_exit_head_draws_none(monkeypatch):

@@ -184,6 +184,10 @@ def whole(values, elsewhere):
     return values
 
 
+#: Of drafts whose confidence does not matter.
+UNKNOWN = np.full(4, np.nan, dtype=np.float32)
+
+
 def step_of(runner, finished=(), preempted=None):
     """The step it has just run."""
     scheduled = SimpleNamespace(
@@ -200,7 +204,7 @@ def test_drafts_are_drawn_from_what_verification_is_told():
     counts = torch.zeros(4, 3)
     for _ in range(num_rounds):
         sampling.begin_round(step_of(runner_of(temperatures, grammar)))
-        drafted = sampling.draw(np.arange(4), logits, np.full(4, 2), whole)
+        drafted = sampling.draw(np.arange(4), logits, np.full(4, 2), UNKNOWN[:4], whole)[0]
         counts[torch.arange(4), torch.from_numpy(drafted)] += 1
     assert counts[[0, 3], 2].tolist() == [num_rounds] * 2
     told = sampling.proposals(list("0123"), [1, 1, 1, 1], 3)
@@ -219,7 +223,7 @@ def test_drafts_are_cut_by_top_p_as_the_targets_tokens_are():
     logits, top_p = torch.randn(3, 5_000) * 6, torch.tensor([1.0, 0.5, 0.9])
     sampling = DraftSampling()
     sampling.begin_round(step_of(runner_of([1.0, 1.0, 1.0], top_p=top_p)))
-    sampling.draw(np.array([0, 2]), logits[[0, 2]], np.zeros(2, dtype=np.int64), whole)
+    sampling.draw(np.array([0, 2]), logits[[0, 2]], np.zeros(2, dtype=np.int64), UNKNOWN[:2], whole)
     q = torch.from_numpy(sampling.proposals(["0", "2"], [1, 1], 5_000).q)
     assert torch.allclose(q[0], logits[0].softmax(-1))
     inside = q[1] > 0
@@ -231,8 +235,8 @@ def test_distributions_wait_for_requests_that_the_scheduler_passed_over():
     sampling = DraftSampling()
     steps = [torch.randn(2, 5), torch.randn(1, 5)]
     sampling.begin_round(step_of(runner_of([1.0, 1.0])))
-    sampling.draw(np.array([0, 1]), steps[0], np.zeros(2, dtype=np.int64), whole)
-    sampling.draw(np.array([1]), steps[1], np.zeros(1, dtype=np.int64), whole)
+    sampling.draw(np.array([0, 1]), steps[0], np.zeros(2, dtype=np.int64), UNKNOWN[:2], whole)
+    sampling.draw(np.array([1]), steps[1], np.zeros(1, dtype=np.int64), UNKNOWN[:1], whole)
     passed_over = runner_of([1.0])
     passed_over.requests["1"] = passed_over.requests["0"]
     sampling.begin_round(step_of(passed_over))  # "0" has been verified, "1" was not in the batch
@@ -248,7 +252,7 @@ def test_distributions_wait_for_requests_that_the_scheduler_passed_over():
 def test_distributions_of_requests_whose_end_no_round_heard_of_are_forgotten():
     sampling = DraftSampling()
     sampling.begin_round(step_of(runner_of([1.0, 1.0])))
-    sampling.draw(np.array([1]), torch.randn(1, 5), np.zeros(1, dtype=np.int64), whole)
+    sampling.draw(np.array([1]), torch.randn(1, 5), np.zeros(1, dtype=np.int64), UNKNOWN[:1], whole)
     sampling.begin_round(step_of(runner_of([1.0])))  # "1" is nowhere any more
     assert not len(sampling.proposals(["1"], [1], 5).q)
 
@@ -258,7 +262,7 @@ def test_placeholders_are_certain_whatever_was_drawn_before():
     sampling = DraftSampling()
     sampling.begin_round(step_of(runner_of([1.0, 1.0])))
     for _ in range(3):
-        sampling.draw(np.arange(2), torch.randn(2, 5), np.zeros(2, dtype=np.int64), whole)
+        sampling.draw(np.arange(2), torch.randn(2, 5), np.zeros(2, dtype=np.int64), UNKNOWN[:2], whole)
     told = sampling.proposals(["0", "1"], [16, 3], 5)
     dense = told.dense([16, 3], [*[-1] * 16, 4, 2, -1])
     assert dense.shape == (2, 16, 5)
@@ -270,7 +274,7 @@ def test_placeholders_are_certain_whatever_was_drawn_before():
 def test_a_preempted_request_leaves_nothing_behind():
     sampling, runner = DraftSampling(), runner_of([1.0, 1.0])
     sampling.begin_round(step_of(runner))
-    sampling.draw(np.arange(2), torch.randn(2, 5), np.zeros(2, dtype=np.int64), whole)
+    sampling.draw(np.arange(2), torch.randn(2, 5), np.zeros(2, dtype=np.int64), UNKNOWN[:2], whole)
     runner.input_batch.req_ids = ["0"]
     runner.input_batch.temperature_cpu = runner.input_batch.temperature_cpu[:1]
     sampling.begin_round(step_of(runner, preempted={"1"}))
@@ -286,7 +290,9 @@ def test_a_seeded_request_drafts_what_its_generator_will_draw():
         state = generator.get_state()
         sampling.begin_round(step_of(runner))
         drafts = [
-            sampling.draw(np.arange(first, 3), logits[first:], np.zeros(3 - first, dtype=int), whole)
+            sampling.draw(np.arange(first, 3), logits[first:], np.zeros(3 - first, dtype=int), UNKNOWN[first:3], whole)[
+                0
+            ]
             for first in (0, 1)
         ]
         assert torch.equal(generator.get_state(), state)

@@ -32,8 +32,10 @@ METHODS = ("plain", "eesd", "eesd-head", "ngram", "suffix", "draft_model", "eagl
 #: the same thing lie apart; and the exit head drafting so many tokens in every round, nothing copied.
 AGAIN, FIXED, FIXED_LENGTH = "plain-again", "eesd-fixed", 4
 DTYPES = ("float32", "bfloat16", "float16")
+#: EESD with one or the other verification of requests that sample without a seed: what its default is measured by.
+VERIFIED_BY = {"eesd-ratio": "ratio", "eesd-shared-noise": "shared_noise"}
 #: EESD, EESD that copies no n-gram continuations (what the exit head does alone), and that at a fixed length.
-OURS = ("eesd", "eesd-head", FIXED)
+OURS = ("eesd", "eesd-head", FIXED, *VERIFIED_BY)
 WORKER_EXTENSION = "vllm_eesd.host.worker.WorkerExtension"
 # Short suffixes, as prompt lookup is usually run; of draft lengths from 2 to 16 none is more than 8% ahead of 8 where
 # the embedded model's texts are replayed at its costs at batch 1, 8 and 16.
@@ -122,7 +124,9 @@ class EngineSettings:
                 settings = replace(self, policy="fixed", policy_args={}, num_speculative_tokens=length)
             elif name == "eesd-head" and self.policy == "goodput":  # no other policy copies anything
                 settings = replace(self, policy_args={**self.policy_args, "ngram": False})
-            return {"speculative_config": settings.eesd_config(), "worker_extension_cls": WORKER_EXTENSION}
+            config = settings.eesd_config()
+            config |= {"unseeded_verification": VERIFIED_BY[name]} if name in VERIFIED_BY else {}
+            return {"speculative_config": config, "worker_extension_cls": WORKER_EXTENSION}
         if name in TRAINED_PEERS:
             config = {"method": name, "model": str(self.peer(name)), "draft_sample_method": "probabilistic"}
             config["num_speculative_tokens"] = length
@@ -154,7 +158,7 @@ def is_method(method: str) -> bool:
     """Return whether there is such a method, METHOD@K for those that draft K tokens included."""
     name, at, length = method.partition("@")
     with_length = name in (*TRAINED_PEERS, FIXED) and length.isdecimal() and 0 < int(length) <= 16
-    return method in (*METHODS, AGAIN, FIXED) or bool(at) and with_length
+    return method in (*METHODS, AGAIN, *OURS) or bool(at) and with_length
 
 
 def is_ours(method: str) -> bool:

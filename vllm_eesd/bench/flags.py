@@ -116,7 +116,8 @@ def measured(parser: argparse.ArgumentParser, rounds: int) -> None:
 def compared(parser: argparse.ArgumentParser, methods: Sequence[str] = ("plain", "eesd", "ngram")) -> None:
     """Which methods, and what they draft with."""
     text = "of plain, eesd, eesd-head, ngram, suffix, draft_model, eagle (eagle@K drafts K tokens); comma-separated. "
-    text += "Beside them plain-again, plain measured twice, and eesd-fixed@K, the head at a fixed length"
+    text += "Beside them plain-again, plain measured twice; eesd-fixed@K, the head at a fixed length; eesd-ratio and "
+    text += "eesd-shared-noise, the two ways to verify requests that sample without a seed"
     parser.add_argument("--methods", type=words, default=list(methods), metavar="M,...", help=text)
     drafting(parser)
     text = "directory of draft_model/ and eagle/; default: peers/ in the target's"

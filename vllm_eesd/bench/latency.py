@@ -24,6 +24,7 @@ from vllm_eesd.bench.engines import (
     AGAIN,
     FIXED,
     METHODS,
+    VERIFIED_BY,
     EngineSettings,
     encode_prompts,
     is_method,
@@ -120,7 +121,8 @@ def check_methods(methods: list[str], settings: EngineSettings) -> None:
     unknown = [method for method in methods if not is_method(method)]
     if unknown or not methods or len(set(methods)) < len(methods):
         shown = unknown[0] if unknown else ",".join(methods)
-        allowed = f"each once of {', '.join(METHODS)}, {AGAIN}, {FIXED}@K; draft_model@K and eagle@K draft K tokens too"
+        names = ", ".join((*METHODS, AGAIN, *VERIFIED_BY))
+        allowed = f"each once of {names}, {FIXED}@K; draft_model@K and eagle@K draft K tokens too"
         raise ValueError(f"methods={shown!r} is not usable; allowed: {allowed}, K at most 16")
     if AGAIN in methods and "plain" not in methods:
         raise ValueError(f"methods={AGAIN!r} is not usable without plain, which it measures again; allowed: both")

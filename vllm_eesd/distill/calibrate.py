@@ -3,7 +3,8 @@
 The rounds are teacher-forced on the target's own text. For greedy drafts, on greedy text, that is exact: a draft token
 is judged only if all before it were accepted, and accepted greedy drafts ARE the target's text. For drawn drafts, on
 text sampled at `DRAWN_TEMPERATURE`, chances are counted, sum of min(p, q) each; that is an approximation, for what
-precedes an accepted draft is not quite distributed as the target's text.
+precedes an accepted draft is not quite distributed as the target's text. For drafts verified by shared noise, on the
+same text, noise is drawn of which that text is the target's choice: then accepted drafts are the text again.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from vllm_eesd.distill.target import Target, load_target
 from vllm_eesd.distill.text import check_seq_len, read_files
 from vllm_eesd.exit_head.checkpoint import ExitHeadConfig, Prior
 from vllm_eesd.policy import Calibration
-from vllm_eesd.policy.calibration import EDGES, FILE_NAME
+from vllm_eesd.policy.calibration import DRAWN, EDGES, FILE_NAME, SHARED_NOISE
 
 # A prior worth fewer observations says nothing; one worth more would not yield to what a request shows.
 MIN_CONCENTRATION, MAX_CONCENTRATION = 2.0, 50.0
@@ -93,11 +94,12 @@ def run(args: argparse.Namespace) -> int:
     rounds = all_rounds(draft_rounds(target, head, *text) for text in own_texts(target, corpus, args))
     before, after = calibration_errors(rounds)
     calibration, prior = count(rounds), fit_prior(rounds)
+    noise = torch.Generator(device).manual_seed(0)
     for text in own_texts(target, corpus, args, DRAWN_TEMPERATURE):
-        count_drawn(calibration, target, head, *text)
+        count_sampled(calibration, target, head, *text, noise)
     _write(calibration, Path(args.head) / FILE_NAME)
     config.model_copy(update={"prior": prior}).save(args.head)
-    rates, drawn_rates = calibration.position_rates[:, :LONGEST_DRAFT].round(4).tolist()
+    rates, drawn_rates, shared_noise_rates = calibration.position_rates[:, :LONGEST_DRAFT].round(4).tolist()
     outcome = {
         "head": str(args.head),
         "rounds": len(rounds.num_accepted),
@@ -106,6 +108,7 @@ def run(args: argparse.Namespace) -> int:
         "prior": prior.model_dump(),
         "acceptance_per_position": rates,
         "drawn_acceptance_per_position": drawn_rates,
+        "shared_noise_acceptance_per_position": shared_noise_rates,
         "next": serve_command(args.model, args.head),
     }
     if args.json:
@@ -113,6 +116,8 @@ def run(args: argparse.Namespace) -> int:
     print(f"calibration error on rounds not fitted to: {before:.4f} raw confidence, {after:.4f} calibrated")
     print(f"acceptance per position, given the ones before: {_shown(rates)}")
     print(f"of drafts drawn at temperature {DRAWN_TEMPERATURE}: {_shown(drawn_rates)}")
+    print(f"of drafts drawn by shared noise, as of requests with a seed: {_shown(shared_noise_rates)}")
+    print(f"of these, by margin from small to large: {_shown(calibration.bin_rates[SHARED_NOISE].tolist())}")
     print(f"wrote {Path(args.head) / FILE_NAME}; prior alpha {prior.alpha}, beta {prior.beta}")
     print(f"next: {outcome['next']}")
     return 0
@@ -205,22 +210,57 @@ def draft_rounds(target: Target, head: nn.Module, windows: Tensor, first: int) -
 
 
 @torch.no_grad()
-def count_drawn(calibration: Calibration, target: Target, head: nn.Module, windows: Tensor, first: int) -> None:
-    """Count one drawn round from every position of the windows, as `draft_rounds` has them, at its chances.
+def count_sampled(
+    calibration: Calibration, target: Target, head: nn.Module, windows: Tensor, first: int, noise: torch.Generator
+) -> None:
+    """Count rounds from every position of sampled windows: drawn drafts, and such as are verified by shared noise.
 
     Args:
         windows, first: see `draft_rounds`; sampled at `DRAWN_TEMPERATURE`.
+        noise: of the device; what it draws is shared.
     """
     depth = min(LONGEST_DRAFT, windows.shape[1] - first)
-    for _, target_logits, draft_logits, start in _shown_passes("drawing drafts", target, head, windows, first):
+    for rows, target_logits, draft_logits, start in _shown_passes("drawing drafts", target, head, windows, first):
         drafted = slice(start, start + (windows.shape[1] - start) // depth * depth)
-        p, q = ((logits[:, drafted] / DRAWN_TEMPERATURE).softmax(-1) for logits in (target_logits, draft_logits))
-        reached = torch.minimum(p, q).sum(-1).reshape(-1, depth).clamp(max=1).cumprod(-1)
-        judged = torch.cat([torch.ones_like(reached[:, :1]), reached[:, :-1]], dim=1)
-        confidence = draft_logits[:, drafted].softmax(-1).amax(-1).reshape(-1, depth)
-        positions = np.broadcast_to(np.arange(depth), reached.shape)
-        flat = (values.cpu().numpy().ravel() for values in (confidence, judged, reached))
-        calibration.count(True, positions.ravel(), *flat)
+        p, q = ((logits / DRAWN_TEMPERATURE).log_softmax(-1) for logits in (target_logits, draft_logits))
+        after_all = torch.multinomial(p[:, -1].exp(), 1, generator=noise)
+        text = torch.cat([windows[rows, 1:].to(p.device), after_all], dim=1)[:, drafted]
+        p, q, confidence = p[:, drafted], q[:, drafted], draft_logits[:, drafted].softmax(-1).amax(-1)
+        _count_rounds(calibration, DRAWN, confidence, torch.minimum(p.exp(), q.exp()).sum(-1), depth)
+        largest = (q + noise_of(p, text, noise)).topk(2, dim=-1)
+        margin = largest.values[..., 0] - largest.values[..., 1]
+        _count_rounds(
+            calibration, SHARED_NOISE, -torch.expm1(-margin), (largest.indices[..., 0] == text).float(), depth
+        )
+
+
+def noise_of(p: Tensor, text: Tensor, generator: torch.Generator) -> Tensor:
+    """Return Gumbel noise with which log p is largest at the text's tokens, [..., vocab_size].
+
+    Given which one it is, the largest score is Gumbel noise itself, and the others are what they were, cut off there.
+
+    Args:
+        p: [..., vocab_size], logarithms of probabilities.
+        text: [...] int64.
+    Source: Maddison, Tarlow, Minka, "A* sampling", NeurIPS 2014, section 3.
+    """
+
+    def gumbel(*shape: int) -> Tensor:
+        drawn = torch.empty(shape, device=p.device).exponential_(generator=generator)
+        return -drawn.clamp(min=torch.finfo(torch.float32).tiny).log()
+
+    largest = gumbel(*text.shape)[..., None]
+    scores = -torch.logaddexp(-largest, -(p + gumbel(*p.shape)))
+    return scores.scatter(-1, text[..., None], largest) - p
+
+
+def _count_rounds(calibration: Calibration, kind: int, confidence: Tensor, chance: Tensor, depth: int) -> None:
+    """Count rounds of `depth` tokens that follow each other, [num_windows, num_rounds * depth], at their chances."""
+    reached = chance.reshape(-1, depth).clamp(max=1).cumprod(-1)
+    judged = torch.cat([torch.ones_like(reached[:, :1]), reached[:, :-1]], dim=1)
+    positions = np.broadcast_to(np.arange(depth), reached.shape)
+    flat = (values.cpu().numpy().ravel() for values in (confidence, judged, reached))
+    calibration.count(kind, positions.ravel(), *flat)
 
 
 def count(rounds: Rounds) -> Calibration:

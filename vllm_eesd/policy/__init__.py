@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm_eesd.policy.calibration import Calibration
+from vllm_eesd.policy.calibration import DRAWN, GREEDY, SHARED_NOISE, Calibration
 from vllm_eesd.policy.costs import CostModel
 from vllm_eesd.policy.goodput import Goodput
 from vllm_eesd.policy.posterior import BetaPosterior
@@ -15,7 +15,10 @@ from vllm_eesd.policy.thresholds import AdaEDL, Confidence, DraftVerify
 from vllm_eesd.policy_args import read_policy_args
 
 __all__ = [
+    "DRAWN",
+    "GREEDY",
     "POLICIES",
+    "SHARED_NOISE",
     "BetaPosterior",
     "Calibration",
     "CostModel",

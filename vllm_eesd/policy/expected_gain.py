@@ -31,13 +31,12 @@ class Times(NamedTuple):
     round_ms: float
 
 
-#: What is believed of a slot's drafts in this round: the longest draft it may have; whether it is drawn (1) or greedy
-#: (0); the chance, seen from the round's start, that its first j tokens are all accepted; and the chance that all that
-#: it has drafted so far is.
+#: What is believed of a slot's drafts in this round: the longest draft it may have; its kind; the chance, seen from the
+#: round's start, that its first j tokens are all accepted; and the chance that all that it has drafted so far is.
 BELIEFS = np.dtype(
     [
         ("limit", np.int64),
-        ("drawn", np.int64),
+        ("kind", np.int64),
         ("chain", np.float64, MAX_SPECULATIVE_TOKENS + 1),
         ("survival", np.float64),
     ]
@@ -50,14 +49,13 @@ def begin(slots: np.ndarray, theta: np.ndarray, exponents: np.ndarray, longest: 
 
     Args:
         theta: [num_rows] float64, the draws.
-        exponents: [2, longest or more] how much harder than the average token each is, of greedy drafts and of drawn
-            ones.
+        exponents: [kinds of drafts, longest or more] how much harder than the average token each is.
         longest: the longest draft of all.
     """
     for row, slot in enumerate(slots):
         log_theta = np.log(theta[row])
         for j in range(longest):
-            chance = max(np.exp(exponents[beliefs[slot].drawn, j] * log_theta), _LEAST_CHANCE)
+            chance = max(np.exp(exponents[beliefs[slot].kind, j] * log_theta), _LEAST_CHANCE)
             beliefs[slot].chain[j + 1] = beliefs[slot].chain[j] * chance
 
 
@@ -70,15 +68,15 @@ def survive(
     Args:
         confidence: [num_rows] float32, NaN where unknown.
         edges: [num_bins - 1] ascending.
-        rates: [2, num_bins + 1] acceptance by bin at the token's position, of greedy drafts and of drawn ones; the last
-            bin is for unknown confidences.
+        rates: [kinds of drafts, num_bins + 1] acceptance by bin at the token's position; the last bin is for unknown
+            confidences.
     """
     for row, slot in enumerate(slots):
         shown = confidence[row]
         column = rates.shape[1] - 1
         if not np.isnan(shown):
             column = np.searchsorted(edges, shown, side="right")
-        beliefs[slot].survival *= rates[beliefs[slot].drawn, column]
+        beliefs[slot].survival *= rates[beliefs[slot].kind, column]
 
 
 @numba.njit(cache=True)

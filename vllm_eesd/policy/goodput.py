@@ -112,7 +112,7 @@ class Goodput(DraftLengthPolicy):
 
     def reset(self, slots: np.ndarray, *asked: Any) -> None:
         super().reset(slots, *asked)
-        self._beliefs["drawn"][slots] = self.drawn[slots]
+        self._beliefs["kind"][slots] = self.kinds[slots]
         self.guard.admit(len(slots))
         self._quiet_rounds = 0
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from vllm_eesd.policy.calibration import Calibration
+from vllm_eesd.policy.calibration import GREEDY, Calibration
 from vllm_eesd.policy.costs import CostModel
 from vllm_eesd.policy.posterior import BetaPosterior
 from vllm_eesd.policy.state import save_state
@@ -15,8 +15,8 @@ from vllm_eesd.policy_args import PolicyArgs
 
 #: Per request, for the interval that metrics show: its ends are good to about a hundredth.
 INTERVAL_DRAWS = 1000
-#: What a prior's key ends with if it is of requests whose drafts are drawn.
-DRAWN = " (drawn)"
+#: What a prior's key ends with, by kind of draft.
+KEY_ENDINGS = ("", " (drawn)", " (shared noise)")
 
 
 class Outcome(NamedTuple):
@@ -64,7 +64,7 @@ class DraftLengthPolicy:
         plans_ahead: whether `more`, told no confidence, decides by what it expects of the drafts to come: it can be
             asked for a whole round at once.
         uses_ngrams: whether `take_ngrams` may return anything but zeros.
-        drawn: [max_num_reqs] bool, by slot, whether a request's drafts are drawn instead of greedy.
+        kinds: [max_num_reqs] int8, by slot, how a request's drafts are made: GREEDY, DRAWN or SHARED_NOISE.
     """
 
     needs_confidence: bool = False
@@ -83,22 +83,23 @@ class DraftLengthPolicy:
         self.costs = CostModel() if costs is None else costs
         self.calibration = Calibration() if calibration is None else calibration
         self.settings = PolicyArgs() if settings is None else settings
-        self.drawn = np.zeros(posterior.max_num_reqs, dtype=bool)
+        self.kinds = np.zeros(posterior.max_num_reqs, dtype=np.int8)
         self._generator = np.random.default_rng(seed)
 
     def reset(
-        self, slots: np.ndarray, keys: Sequence[str] | None = None, drawn: np.ndarray | Sequence[bool] | None = None
+        self, slots: np.ndarray, keys: Sequence[str] | None = None, kinds: np.ndarray | Sequence[int] | None = None
     ) -> None:
         """Forget the requests that had these slots: new ones took them over.
 
         Args:
             slots: [num_rows] int64, distinct.
             keys: the name of each request's LoRA adapter, "" for none; used with `prior_key` "lora".
-            drawn: [num_rows] bool, whose drafts will be drawn, which have a prior of their own; None: all are greedy.
+            kinds: [num_rows] integers, of their drafts; each kind has a prior of its own. None: all are greedy.
         """
-        self.drawn[slots] = False if drawn is None else drawn
+        self.kinds[slots] = GREEDY if kinds is None else kinds
         names = keys if keys is not None and self.settings.prior_key == "lora" else [""] * len(slots)
-        self.posterior.reset(slots, [n + DRAWN * d for n, d in zip(names, self.drawn[slots].tolist(), strict=True)])
+        endings = (KEY_ENDINGS[kind] for kind in self.kinds[slots])
+        self.posterior.reset(slots, [name + ending for name, ending in zip(names, endings, strict=True)])
 
     def begin(self, slots: np.ndarray, limits: np.ndarray) -> None:
         """Prepare a round for these requests, all those of the batch that decode.
@@ -131,8 +132,9 @@ class DraftLengthPolicy:
             slots: [num_rows] int64, the requests that drafted `num_drafted` tokens this round: at 0 all of the round's
                 without an n-gram draft.
             num_drafted: tokens each of them has drafted so far this round.
-            confidence: [num_rows] float32, the draft model's probability of its most probable token where it drew
-                token `num_drafted`; None at 0 and when the draft model was not asked for it.
+            confidence: [num_rows] float32, of token `num_drafted`: the draft model's probability of its most probable
+                token, or `margin_confidence` where token and noise decide nothing about what is emitted; None at 0 and
+                when the draft model was not asked for it.
         Returns:
             [num_rows] bool.
         """
@@ -144,7 +146,7 @@ class DraftLengthPolicy:
         judged = outcome.num_verified * drafted, outcome.num_accepted * drafted
         self.posterior.observe(outcome.slots, *judged, outcome.updates_shared_prior)
         if judged[0].any():
-            of_whom = outcome.updates_shared_prior, self.drawn[outcome.slots]
+            of_whom = outcome.updates_shared_prior, self.kinds[outcome.slots]
             self.calibration.observe(outcome.confidences, *judged, *of_whom)
 
     def idle_rounds(self, slots: np.ndarray) -> int:

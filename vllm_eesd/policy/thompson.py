@@ -41,7 +41,7 @@ class CalibratedThompson(DraftLengthPolicy):
         if confidence is None:
             center = alpha / (alpha + beta)
         else:
-            accepted = self.calibration.acceptance(confidence, num_drafted - 1, self.drawn[slots])
+            accepted = self.calibration.acceptance(confidence, num_drafted - 1, self.kinds[slots])
             center = accepted.clip(_MARGIN, 1 - _MARGIN)
         theta = self._generator.beta((alpha + beta) * center, (alpha + beta) * (1 - center))
         return self._generator.random(len(slots)) < theta

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from vllm_eesd.policy import DraftLengthPolicy
+from vllm_eesd.policy import GREEDY, DraftLengthPolicy
 from vllm_eesd.request_options import RequestOptions
 from vllm_eesd.round.ngram import NgramRates
 
@@ -28,7 +28,7 @@ class RunningRequests:
         num_speculative_tokens: the engine's longest draft.
         policy: told when a slot changes hands.
         ngrams: so is it; None where there are no n-gram drafts.
-        draws_drafts: whether drafts of requests that sample are drawn, but for those under a grammar.
+        kind_of: returns the kind of a request's drafts, of its sampling parameters; None: all are greedy.
     Attributes:
         updates_shared_prior: [max_num_reqs] bool, whether a slot's outcomes may teach what other requests use.
     """
@@ -39,10 +39,10 @@ class RunningRequests:
         num_speculative_tokens: int,
         policy: DraftLengthPolicy,
         ngrams: NgramRates | None = None,
-        draws_drafts: bool = False,
+        kind_of: Callable[[Any], int] | None = None,
     ) -> None:
         self.max_num_reqs, self.num_speculative_tokens = max_num_reqs, num_speculative_tokens
-        self._policy, self._ngrams, self._draws_drafts = policy, ngrams, draws_drafts
+        self._policy, self._ngrams, self._kind_of = policy, ngrams, kind_of
         self._token_budget = np.zeros(max_num_reqs, dtype=np.int64)
         self._longest_draft = np.zeros(max_num_reqs, dtype=np.int64)
         self._stop_token_ids: list[frozenset[int]] = [frozenset()] * max_num_reqs
@@ -55,7 +55,7 @@ class RunningRequests:
             slots: [num_requests] int64, distinct: where the requests now live.
             requests: num_requests of them.
         """
-        keys, drawn = [], []
+        keys, kinds = [], []
         for (params, num_prompt_tokens, lora_name), slot in zip(requests, slots.tolist(), strict=True):
             options = RequestOptions.parse(params.extra_args)
             allowed = options.max_draft_tokens if options.enabled else 0
@@ -65,8 +65,8 @@ class RunningRequests:
             self._stop_token_ids[slot] = _ending_token_ids(params)
             self.updates_shared_prior[slot] = not _alters_distribution(params)
             keys.append(lora_name)
-            drawn.append(self._draws_drafts and params.temperature > 0 and params.structured_outputs is None)
-        self._policy.reset(slots, keys, drawn)
+            kinds.append(GREEDY if self._kind_of is None else self._kind_of(params))
+        self._policy.reset(slots, keys, kinds)
         if self._ngrams is not None:
             self._ngrams.reset(slots)
 

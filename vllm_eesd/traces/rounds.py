@@ -61,7 +61,7 @@ class Round(TypedDict):
         request: the engine's id.
         at_s: seconds since the header, when the round's drafting began.
         draft: token ids the target judged.
-        confidences: one per draft token, 3 digits, None if unknown.
+        confidences: one per draft token, as the policy was told them, 3 digits, None if unknown.
         copied: whether the draft is an n-gram draft (then it has no confidences).
         accepted: how many of them, from the left.
         emitted: token ids: the accepted ones and the target's own.

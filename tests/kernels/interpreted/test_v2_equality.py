@@ -10,6 +10,7 @@ import vllm_eesd.kernels.gpu.rejection as kernel
 from triton.language import core
 from vllm_eesd.kernels.cpu import rejection as reference
 from vllm_eesd.kernels.gpu.rejection import rejection
+from vllm_eesd.kernels.gpu.shared_draw import shared_draw
 
 
 @triton.jit
@@ -110,6 +111,26 @@ def test_verified_tokens_equal_v2s(v2, make_batch, device, vocab_size, full, blo
         assert torch.equal(ours.num_sampled, num_sampled)
         for request, count in enumerate(num_sampled.tolist()):
             assert ours.sampled[request, :count].tolist() == sampled[request, :count].tolist()
+
+
+@pytest.mark.parametrize("vocab_size", [300, 9000])
+def test_drafts_drawn_by_shared_noise_are_what_v2s_plain_step_draws(v2, device, vocab_size):
+    """Each row at a position, temperature and seed of its own; rows of no request and of requests that do not share."""
+    from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
+
+    g = torch.Generator().manual_seed(vocab_size)
+    logits = torch.randn(24, vocab_size, generator=g) * 2
+    slots, positions = torch.arange(24) % 12, torch.randint(0, 5000, (24,), generator=g)
+    temperature, seeds = torch.rand(12, generator=g) + 0.3, torch.randint(0, 2**60, (12,), generator=g)
+    given = [tensor.to(device) for tensor in (logits, slots, temperature, seeds, positions)]
+    theirs = gumbel_sample(*given, apply_temperature=True, is_drafting=False)
+    shares = torch.ones(12, dtype=torch.bool, device=device)
+    kept = torch.full((24,), -5, device=device), torch.full((24,), 2.0, device=device)
+    tokens, confidences = shared_draw(*given, shares, *kept)
+    assert torch.equal(tokens, theirs)
+    assert ((confidences >= 0) & (confidences <= 1)).all()
+    moved, _ = shared_draw(*given[:-1], given[-1] + 1, shares, *kept)
+    assert (moved != theirs).any(), "noise of another position would be noticed"
 
 
 @pytest.mark.parametrize("generator", ["uniform", "gumbel"])

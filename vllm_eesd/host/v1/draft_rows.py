@@ -108,7 +108,7 @@ class DraftRows:
         drafted, confidence = best.numpy().clip(0, self._vocab_size - 1), confidence.numpy()
         self.num_not_finite += int(np.isnan(confidence).sum())
         if self._sampling is not None:
-            drafted = self._sampling.draw(rows, logits, drafted, self._step.whole)
+            drafted, confidence = self._sampling.draw(rows, logits, drafted, confidence, self._step.whole)
         self._step_ended = time.perf_counter()
         self.step_times.append((num_rows, (self._step_ended - began) * 1e3))
         return drafted, confidence

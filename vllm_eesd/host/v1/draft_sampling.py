@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from vllm_eesd.host.v1.block_verification import Proposals, choose_each
+from vllm_eesd.host.v1.gumbel import draw_with_margins, is_noise_of
 from vllm_eesd.host.v1.truncation import draft_logits
+from vllm_eesd.policy import DRAWN, GREEDY, SHARED_NOISE
+from vllm_eesd.policy.calibration import margin_confidence
 
 if TYPE_CHECKING:
     from vllm_eesd.host.v1.batch import V1Step
@@ -25,13 +28,19 @@ class DraftSampling:
 
     Where a request has a generator of its own, its drafts are drawn by the noise with which the target's tokens will
     be: that of the generator, read ahead from a copy. They are verified by equality, see `shared_noise`, so of them no
-    distribution is kept, and whatever is drafted changes no token.
+    distribution is kept, and whatever is drafted changes no token. So their confidence may look at the noise.
 
     A kept distribution is vocab_size numbers per draft token: 64 requests with 8 drafts over 128256 tokens take 260 MB.
     What has none was certain: n-gram drafts, and those of greedy requests.
+
+    Args:
+        unseeded_too: whether all requests that sample have a generator of their own.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, unseeded_too: bool = False) -> None:
+        self._unseeded_too = unseeded_too
+        #: Whether the noise of generators is known; None until vLLM's sampler is.
+        self._knows_noise: bool | None = None
         self._drawn_from: dict[str, list[np.ndarray]] = {}
         self._request_ids: list[str] = []
         self._scale = np.zeros(0, dtype=np.float32)
@@ -43,6 +52,19 @@ class DraftSampling:
         self._ahead: dict[int, torch.Generator] = {}
         self._copies: list[torch.Generator] = []
         self._draw_by: Callable[..., tuple[torch.Tensor, object]] | None = None
+
+    def meet(self, step: V1Step) -> None:
+        """Find out, once, whether vLLM's sampler draws by the noise that this engine can look at."""
+        if self._knows_noise is None:
+            self._knows_noise = is_noise_of(step.noise_sampler())
+
+    def kind_of(self, params: Any) -> int:
+        """Return the kind of the drafts of a request with these sampling parameters; see `RunningRequests`."""
+        if params.temperature == 0:
+            return GREEDY
+        if self._unseeded_too or params.seed is not None or asks_processing(params):
+            return SHARED_NOISE if self._knows_noise else DRAWN
+        return DRAWN if params.structured_outputs is None else GREEDY
 
     def begin_round(self, step: V1Step) -> None:
         """Forget what has been verified, and read what the rows of the step's batch draft with.
@@ -72,44 +94,56 @@ class DraftSampling:
         rows: np.ndarray,
         logits: torch.Tensor,
         best: np.ndarray,
+        confidence: np.ndarray,
         whole: Callable[[torch.Tensor, float], torch.Tensor],
-    ) -> np.ndarray:
-        """Return each row's draft token, [num_rows] int64, and keep what it was drawn from, if it was by itself.
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return each row's draft token, [num_rows] int64, and its confidence, [num_rows] float32.
+
+        What a token was drawn from, if it was by itself, is kept. Its confidence may not look at what was drawn.
 
         Args:
             rows: [num_rows] int64, of the batch.
             logits: [num_rows, vocabulary drafted from], before temperature.
             best: [num_rows] int64, the most probable token.
+            confidence: [num_rows] float32, its probability.
             whole: makes values over the target's vocabulary of those, see `DraftStep.whole`.
         """
         shares = np.array([row in self._generators for row in rows.tolist()], dtype=bool)
         tokens = best.copy()
         if shares.any():
-            tokens[shares] = self._draw_by_shared_noise(rows[shares], logits[torch.from_numpy(shares)], whole)
+            tokens[shares], margins = self._draw_by_shared_noise(rows[shares], logits[torch.from_numpy(shares)], whole)
+            if margins is not None:
+                confidence = confidence.copy()
+                confidence[shares] = margin_confidence(margins)
         draws = self._draws[rows] & ~shares
         if not draws.any():
-            return tokens
+            return tokens, confidence
         q = whole(self._shaped(rows, logits).softmax(dim=-1), 0.0).numpy()
         uniforms = torch.rand(len(rows), dtype=torch.float64)
         for index, row in enumerate(rows.tolist()):
             if draws[index]:
                 self._drawn_from.setdefault(self._request_ids[row], []).append(q[index])
         choose_each(q, uniforms.numpy(), tokens, draws)
-        return tokens
+        return tokens, confidence
 
     def _draw_by_shared_noise(
         self, rows: np.ndarray, logits: torch.Tensor, whole: Callable[[torch.Tensor, float], torch.Tensor]
-    ) -> np.ndarray:
-        """Return the tokens that these rows' generators draw next, [num_rows] int64; see `draw`."""
+    ) -> tuple[np.ndarray, np.ndarray | None]:
+        """Return the tokens that these rows' generators draw next, [num_rows] int64, and their margins; see `draw`.
+
+        Margins are [num_rows] float64; None where vLLM's sampler keeps them to itself.
+        """
         for row in rows.tolist():
             if row not in self._ahead:
                 if len(self._copies) == len(self._ahead):
                     self._copies.append(torch.Generator())
                 ahead = self._ahead[row] = self._copies[len(self._ahead)]
                 ahead.set_state(self._generators[row].get_state())
-        generators = {index: self._ahead[row] for index, row in enumerate(rows.tolist())}
+        generators, shaped = [self._ahead[row] for row in rows.tolist()], whole(self._shaped(rows, logits), -torch.inf)
+        if self._knows_noise:
+            return draw_with_margins(shaped, generators)
         assert self._draw_by is not None
-        return self._draw_by(whole(self._shaped(rows, logits), -torch.inf), generators, None, None)[0].numpy()
+        return self._draw_by(shaped, dict(enumerate(generators)), None, None)[0].numpy(), None
 
     def _shaped(self, rows: np.ndarray, logits: torch.Tensor) -> torch.Tensor:
         """Return logits at the rows' temperatures, cut by their top-k and top-p, float32."""
@@ -131,3 +165,8 @@ class DraftSampling:
                 found.first_q[request] = len(kept)
                 kept += drawn_from
         return found._replace(q=np.stack(kept)) if kept else found
+
+
+def asks_processing(params: Any) -> bool:
+    """Return whether a request with these sampling parameters will be among `shared_noise.processed_rows`."""
+    return bool(params.min_p or params.logit_bias) or params.thinking_token_budget is not None

@@ -18,8 +18,8 @@ from vllm_eesd.host.model.exit_head import load_head
 from vllm_eesd.host.model.new_weights import follow_new_weights
 from vllm_eesd.host.round_setup import agree_on_times, build_policy_of, is_watched, open_trace
 from vllm_eesd.host.speculative import EESDSpeculativeConfig
+from vllm_eesd.host.v1 import block_verification, gumbel
 from vllm_eesd.host.v1.batch import BatchRequests, V1Step, has_unknown_processors
-from vllm_eesd.host.v1.block_verification import compile_now
 from vllm_eesd.host.v1.cost_profile import profile_costs
 from vllm_eesd.host.v1.draft_rows import DraftRows
 from vllm_eesd.host.v1.draft_sampling import DraftSampling
@@ -58,8 +58,9 @@ class EarlyExitProposer:
         self.max_num_reqs = vllm_config.scheduler_config.max_num_seqs
         self.num_speculative_tokens = config.num_speculative_tokens
         self.stats, self.breaker = DraftStats(config.num_speculative_tokens), CircuitBreaker()
+        self._seeds_every_request = config.eesd.unseeded_verification == "shared_noise"
         #: None drafts greedily.
-        self.sampling = DraftSampling() if config.eesd.draws_drafts else None
+        self.sampling = DraftSampling(self._seeds_every_request) if config.eesd.draws_drafts else None
         if get_tp_group().rank_in_group == 0:
             publish(config.metrics_directory, config.engine_index, self.stats, self.breaker)
         #: While set, drafts are recorded instead of verified.
@@ -68,14 +69,16 @@ class EarlyExitProposer:
         self._rows: DraftRows | None = None
         self._has_unknown_processors: bool | None = None
         self._ngrams = NgramDrafter(self.max_num_reqs, self.num_speculative_tokens)
-        compile_now()
+        block_verification.compile_now()
+        gumbel.compile_now()
         self.use_policy(build_policy_of(config, self.max_num_reqs))
 
     def use_policy(self, policy: DraftLengthPolicy) -> None:
         """Choose draft lengths by this policy from now on; requests that run start from its prior."""
         self.policy = policy
-        size, draws_drafts = (self.max_num_reqs, self.num_speculative_tokens), self.config.eesd.draws_drafts
-        self._requests = BatchRequests(*size, policy, self._ngrams, draws_drafts)
+        kind_of = None if self.sampling is None else self.sampling.kind_of
+        size = self.max_num_reqs, self.num_speculative_tokens
+        self._requests = BatchRequests(*size, policy, self._ngrams, kind_of)
         self._pending = PendingDrafts(self.max_num_reqs)
         self._learner = Learner(policy, self.stats, agree_on_times(every=1))
         self._forget_round()
@@ -116,7 +119,7 @@ class EarlyExitProposer:
         self, sample: Callable[[], ModelRunnerOutput | None], runner: GPUModelRunner
     ) -> ModelRunnerOutput | None:
         """Return what `sample` does, which verifies a step's drafts and has `propose_round` called, with the drafts."""
-        return with_drafts(sample, runner, self.config.eesd.unseeded_verification == "shared_noise")
+        return with_drafts(sample, runner, self._seeds_every_request)
 
     def propose(self, *args: object, **kwargs: object) -> list[list[int]]:
         """Refuse: without its seam the runner gives a proposer too little to draft with."""
@@ -189,6 +192,8 @@ class EarlyExitProposer:
     def _learn_and_draft(self, step: V1Step, hidden_states: torch.Tensor) -> list[list[int]]:
         """See `propose_round`."""
         began = time.perf_counter()
+        if self.sampling is not None:
+            self.sampling.meet(step)
         num_skipped = self._idle.take()
         if num_skipped:
             self.policy.skipped(self._requests.last_slots, num_skipped)

@@ -21,10 +21,11 @@ from vllm_eesd.host.v2.compat import (
     init_attn_backend,
     set_forward_context,
 )
-from vllm_eesd.host.v2.drawing import DRAWN, GREEDY, SHARED
 from vllm_eesd.kernels.cpu.draft_inputs import DraftInputs, Drafts
 from vllm_eesd.kernels.cpu.noise import draw_counters
 from vllm_eesd.kernels.gpu.draft_inputs import advance_draft_inputs, prepare_draft_inputs
+from vllm_eesd.kernels.gpu.shared_draw import shared_draw
+from vllm_eesd.policy import DRAWN, GREEDY, SHARED_NOISE
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 
 logger = init_logger("vllm.eesd")
 Metadata = dict[str, object] | None
-KINDS = {GREEDY: "greedy", DRAWN: "drawn", SHARED: "seeded"}
+KINDS = {GREEDY: "greedy", DRAWN: "drawn", SHARED_NOISE: "seeded"}
 
 
 class DraftSteps(DraftModelSpeculator):
@@ -50,7 +51,7 @@ class DraftSteps(DraftModelSpeculator):
     Attributes:
         shared_layer_names: attention layers of the target that a draft step runs through; set while loading.
         kernel_step, kernel_rows: the greedy draft step that batches of up to so many rows run instead of `model`.
-        draws: how drafts of this round are made, see `drawing`: GREEDY, DRAWN at their requests' temperatures, SHARED.
+        draws: the draft steps of this round, see `Drawing.kind`.
     Source: vllm/v1/worker/gpu/spec_decode/target_dependent_ar/speculator.py.
     """
 
@@ -115,7 +116,7 @@ class DraftSteps(DraftModelSpeculator):
         support = self.attn_cg_support.min_cg_support.value
         able = cudagraph_mode and support >= AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE.value
         mode = CUDAGraphMode.FULL_DECODE_ONLY if able else CUDAGraphMode.NONE
-        for draws in (GREEDY,) if self.draft_logits is None else (GREEDY, DRAWN, SHARED):
+        for draws in (GREEDY,) if self.draft_logits is None else (GREEDY, DRAWN, SHARED_NOISE):
             self._graphs[draws] = SpeculatorCudaGraphManager(self.vllm_config, self.device, mode, decode_query_len=1)
         logger.info("EESD: CUDA graphs of verification: %s; of draft steps: %s", cudagraph_mode.name, mode.name)
 
@@ -136,6 +137,16 @@ class DraftSteps(DraftModelSpeculator):
                 progress_bar_desc=f"Capturing EESD draft steps ({KINDS[draws]} drafts)",
             )
         self.draws = GREEDY
+
+    @torch.inference_mode()
+    def warm_up_noise(self) -> None:
+        """Have the kernel compiled that draws by the target's noise: for no request, with arguments as serving's."""
+        rows = torch.zeros(1, self.hidden_size, dtype=self.dtype, device=self.device)
+        head = self.model.target if self.model.vocabulary is None else self.model.vocabulary
+        logits, positions = self.model.whole(head.compute_logits(rows)), self._inputs.positions[:1]
+        no_request = torch.full((1,), -1, dtype=self.idx_mapping.dtype, device=self.device)
+        sampling = self.temperature, self.seeds, positions, self.shares_noise
+        shared_draw(logits, no_request, *sampling, positions, self.draft_token_confidence_probs[:1, 0])
 
     def _prepare(
         self, step: TargetStep, temperature: torch.Tensor, seeds: torch.Tensor, dummy_run: bool = False
@@ -218,14 +229,17 @@ class DraftSteps(DraftModelSpeculator):
             )
         drafted, confidence = best[:num_reqs], confidence[:num_reqs]
         if self.draws:
-            drafted = self._sample(self.model.whole(logits[0][:num_reqs]))
+            drafted, confidence = self._sample(self.model.whole(logits[0][:num_reqs]), confidence)
         advance_draft_inputs(inputs, self._drafts, drafted, confidence, self.max_model_len)
 
-    def _sample(self, logits: torch.Tensor) -> torch.Tensor:
+    def _sample(self, logits: torch.Tensor, confidence: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return tokens drawn at their requests' temperatures, [num_reqs] int64, and keep the logits for verification.
+
+        With them come their confidences, [num_reqs] float32: these look at the noise of drafts drawn by the target's.
 
         Args:
             logits: [num_reqs, vocab_size].
+            confidence: [num_reqs] float32, of the most probable tokens.
         """
         num_reqs, inputs = len(logits), self._inputs
         slots, positions = self.idx_mapping[:num_reqs], inputs.positions[:num_reqs]
@@ -241,9 +255,11 @@ class DraftSteps(DraftModelSpeculator):
             logits_cache_col=inputs.columns[0],
             use_fp64=self.use_fp64_gumbel,
         )
-        if self.draws != SHARED:
-            return tokens
+        if self.draws != SHARED_NOISE:
+            return tokens, confidence
         # By the noise of the plain step that will choose the target's token there.
-        noise = {"apply_temperature": True, "is_drafting": False, "use_fp64": self.use_fp64_gumbel}
+        if not self.use_fp64_gumbel:
+            return shared_draw(logits, slots, *sampling, positions, self.shares_noise, tokens, confidence)
+        noise = {"apply_temperature": True, "is_drafting": False, "use_fp64": True}
         as_the_target = gumbel_sample(logits, slots, *sampling, positions, **noise)
-        return torch.where(self.shares_noise[slots.clamp(min=0)], as_the_target, tokens)
+        return torch.where(self.shares_noise[slots.clamp(min=0)], as_the_target, tokens), confidence

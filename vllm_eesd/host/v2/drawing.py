@@ -7,14 +7,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from vllm_eesd.kernels.cpu.noise import MAX_POSITION
+from vllm_eesd.policy import DRAWN, GREEDY, SHARED_NOISE
 from vllm_eesd.round.draft import DraftRound
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
-
-
-#: How the drafts of a round are made: the most probable ones; some drawn; some drawn by the target's own noise.
-GREEDY, DRAWN, SHARED = range(3)
 
 
 class Drawing:
@@ -28,6 +25,7 @@ class Drawing:
         has_grammar: [max_num_reqs] bool, by slot: a grammar cuts drafts for their tokens, so those are not drawn.
         names_logprobs: [max_num_reqs] bool, by slot: whose logprobs vLLM's rejection sampler would get wrong.
         may_share: whether this engine's verification can be by shared noise.
+        has_margins: whether the margins of drafts drawn by the target's noise are known.
         shares_noise: [max_num_reqs] bool, by slot: drafts are drawn by the noise that the target's tokens will be, and
             must equal them; these may be cut for what they are.
     Raises:
@@ -38,7 +36,8 @@ class Drawing:
         if draws_drafts and max_model_len > MAX_POSITION:
             allowed = f'at most {MAX_POSITION}, or "draft_sample_method": "greedy"'
             raise ValueError(f"eesd: max_model_len={max_model_len} is too long to draw drafts; allowed: {allowed}")
-        self._draws_drafts, self._unseeded_too, self.may_share = draws_drafts, unseeded_too, True
+        self._draws_drafts, self._unseeded_too = draws_drafts, unseeded_too
+        self.may_share = self.has_margins = True
         self.has_grammar, self.names_logprobs, self.shares_noise, self._samples = np.zeros(
             (4, max_num_reqs), dtype=bool
         )
@@ -48,14 +47,24 @@ class Drawing:
         self.has_grammar[slot] = params.structured_outputs is not None
         self.names_logprobs[slot] = bool(params.logprob_token_ids)
         self._samples[slot] = self._draws_drafts and params.temperature > 0
-        wanted = self.may_share and (self._unseeded_too or params.seed is not None)
-        self.shares_noise[slot] = self._samples[slot] and wanted
+        self.shares_noise[slot] = self._samples[slot] and self._shares(params)
+
+    def _shares(self, params: SamplingParams) -> bool:
+        return self.may_share and (self._unseeded_too or params.seed is not None)
+
+    def kind_of(self, params: SamplingParams) -> int:
+        """Return the kind of the drafts of a request with these sampling parameters; see `RunningRequests`."""
+        if not (self._draws_drafts and params.temperature > 0):
+            return GREEDY
+        if self._shares(params):
+            return SHARED_NOISE if self.has_margins else DRAWN
+        return DRAWN if params.structured_outputs is None else GREEDY
 
     def kind(self, round_: DraftRound) -> int:
-        """Return how the drafts of a round are made: GREEDY, DRAWN or SHARED."""
+        """Return the draft steps of a round: GREEDY, or DRAWN or SHARED_NOISE if there is such a draft among them."""
         sampling, shares = self._sampling(round_), self.shares_noise[round_.slots]
         if (sampling & shares).any():
-            return SHARED
+            return SHARED_NOISE
         return DRAWN if (sampling & ~self.has_grammar[round_.slots]).any() else GREEDY
 
     def certain(self, round_: DraftRound) -> np.ndarray:

@@ -83,7 +83,7 @@ class Rounds:
         size = self._max_num_reqs, self._config.num_speculative_tokens
         #: Of the device's n-gram drafts; None where the policy takes none.
         self.ngrams = NgramRates(*size, delayed=True) if policy.uses_ngrams else None
-        self.requests = RunningRequests(*size, policy, self.ngrams, self._config.eesd.draws_drafts)
+        self.requests = RunningRequests(*size, policy, self.ngrams, self.drawing.kind_of)
         self._learner = Learner(policy, self.stats, self._agree_on_times)
         self.start_afresh()
 

@@ -26,7 +26,6 @@ from vllm_eesd.host.v2.batch import RequestStates, TargetStep
 from vllm_eesd.host.v2.compat import async_tensor_h2d, dispatch_cg_and_sync_dp
 from vllm_eesd.host.v2.cost_profile import profile_costs
 from vllm_eesd.host.v2.draft_steps import DraftSteps
-from vllm_eesd.host.v2.drawing import GREEDY
 from vllm_eesd.host.v2.kernel_ops import KernelDraftStep, TiledDraftStep, exit_head_rows
 from vllm_eesd.host.v2.kv_fill import use_kv_fill
 from vllm_eesd.host.v2.lengths import Rounds
@@ -35,7 +34,7 @@ from vllm_eesd.host.v2.ragged import RaggedVerification, use_graphs_for_ragged_b
 from vllm_eesd.host.v2.readback import RoundTimes, Timestamps
 from vllm_eesd.host.v2.trace import tokens_of_step
 from vllm_eesd.host.v2.verification import Verification, emits_the_targets_tokens
-from vllm_eesd.policy import DraftLengthPolicy
+from vllm_eesd.policy import GREEDY, DraftLengthPolicy
 from vllm_eesd.round.counters import DraftStats
 
 if TYPE_CHECKING:
@@ -149,8 +148,12 @@ class EarlyExitSpeculator(DraftSteps):
         self._without_adapters = functools.partial(without_adapters, runner)
         runner.lora_state.eesd_ragged = self._ragged  # it is given nothing else of the runner
         self.rounds.drawing.may_share = emits_the_targets_tokens(runner.rejection_sampler)
+        self.rounds.drawing.has_margins = not self.use_fp64_gumbel
         self.verification.warm_up(runner, self.draft_logits)
         self.ngrams.warm_up(self.draft_tokens, self.draft_logits)
+        if self.draft_logits is not None:
+            self._without_adapters(1)
+            self.warm_up_noise()
 
     def profile_costs(self, runner: GPUModelRunner) -> None:
         """Time steps of a few sizes, so that the first requests are not the ones to learn from; then serving begins.
