@@ -59,7 +59,7 @@ class TrainConfig(BaseModel):
         allow_inf_nan=False,
         description="in a deep_context head's loss the token at place k of a draft weighs exp(-k / D); 0: all alike",
     )
-    head_type: Literal["transformer", "deep_context", "mlp"] = Field("deep_context", description="what the head is")
+    head_type: Literal["transformer", "deep_context"] = Field("deep_context", description="what the head is")
     head_layers: int | None = Field(
         None,
         ge=1,

@@ -44,23 +44,6 @@ class ExitHead(nn.Module):
         return self.norm(self.layer(exit_hidden, attention_mask=None, position_embeddings=rotary))
 
 
-class MlpHead(nn.Module):
-    """Norm, the MLP of a decoder layer with its residual, RMSNorm: no attention, so no KV to fill."""
-
-    head_type = "mlp"
-
-    def __init__(self, layers: Sequence[nn.Module], norm: nn.Module) -> None:
-        super().__init__()
-        (layer,) = layers
-        self.input_norm, self.mlp = layer.post_attention_layernorm, layer.mlp
-        self.norm = copy.deepcopy(norm).requires_grad_(True)
-        self._share = getattr(layer, "residual_multiplier", 1.0)  # Granite has one
-
-    def forward(self, exit_hidden: Tensor, target_hidden: Tensor, rotary: Rotary, block_starts: Tensor) -> Tensor:
-        """Return the normed hidden state; see `ExitHead.forward`."""
-        return self.norm(exit_hidden + self.mlp(self.input_norm(exit_hidden)) * self._share)
-
-
 class HeadlessHead(nn.Module):
     """The target's own final norm: nothing trained."""
 
@@ -202,7 +185,7 @@ def _heads(projected: Tensor, head_dim: int, norm: nn.Module | None = None) -> T
     return (heads if norm is None else norm(heads)).transpose(1, 2)
 
 
-HEAD_CLASSES = {head.head_type: head for head in (HeadlessHead, ExitHead, DeepContextHead, MlpHead)}
+HEAD_CLASSES = {head.head_type: head for head in (HeadlessHead, ExitHead, DeepContextHead)}
 
 
 def _plain_layer(layer: nn.Module, config: Any) -> nn.Module:

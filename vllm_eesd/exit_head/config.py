@@ -75,9 +75,8 @@ class ExitHeadConfig(BaseModel):
         exit_layer: N; the head reads the hidden state entering target layer N. 0 < N < number of layers;
             headless heads may also use N = number of layers (the whole target, for self-tests), deep-context heads
             N = 0 (the embedding).
-        head_type: `headless` (the target's final norm), `transformer` (one decoder layer and an RMSNorm),
-            `deep_context` (the same, seeing verified tokens through hidden states of the whole target) or `mlp` (norm,
-            MLP with residual, RMSNorm; no KV).
+        head_type: `headless` (the target's final norm), `transformer` (one decoder layer and an RMSNorm)
+            or `deep_context` (the same, seeing verified tokens through hidden states of the whole target).
         head_layers: M, its decoder layers; more than one only where all of them are filled from the target's last
             hidden state, `deep_context`.
         aux_layers: auxiliary layers of the target, in rising order: what enters them a `deep_context` head sees
@@ -91,7 +90,7 @@ class ExitHeadConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     exit_layer: int
-    head_type: Literal["headless", "transformer", "deep_context", "mlp"]
+    head_type: Literal["headless", "transformer", "deep_context"]
     head_layers: int = Field(1, ge=1, le=MAX_HEAD_LAYERS)
     aux_layers: list[int] = Field([], max_length=MAX_AUX_LAYERS)
     verifier: Verifier

@@ -43,18 +43,10 @@ def expected_shapes(config: Head) -> dict[str, tuple[int, ...]]:
         raise ValueError(
             f"transformer_layer_config.hidden_size is {hidden}, verifier.hidden_size {config.verifier.hidden_size}"
         )
-    if config.head_type == "mlp" and model_type in EXPERT_TYPES:
-        raise ValueError(
-            f"head_type is 'mlp', must be 'transformer' or 'deep_context' for a {model_type} target, "
-            "whose layers have experts"
-        )
     shapes = _expert_shapes(layer, hidden) if model_type in EXPERT_TYPES else _mlp_shapes(layer, hidden)
-    if config.head_type == "mlp":
-        shapes["input_norm.weight"] = (hidden,)
-    else:
-        shapes |= _attention_shapes(layer, hidden)
-        shapes |= {"input_layernorm.weight": (hidden,), "post_attention_layernorm.weight": (hidden,)}
-        shapes = {f"layer.{name}": shape for name, shape in shapes.items()}
+    shapes |= _attention_shapes(layer, hidden)
+    shapes |= {"input_layernorm.weight": (hidden,), "post_attention_layernorm.weight": (hidden,)}
+    shapes = {f"layer.{name}": shape for name, shape in shapes.items()}
     if config.head_type == "deep_context":
         read_again = ("layer.self_attn.k_proj.", "layer.self_attn.v_proj.")
         # A bias has one dimension; a weight reads two hidden states, and the auxiliary ones, side by side.
