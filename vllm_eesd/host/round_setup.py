@@ -64,8 +64,7 @@ def build_policy_of(
         return build_policy(name or eesd.policy, posterior, eesd.seed, args, like.costs, like.calibration)
     restores = costs is None
     if costs is None:  # until measured: a draft step takes its layers' share of a plain step
-        own_layers = 0 if head.head_type == "headless" else head.head_layers
-        costs = CostModel((head.exit_layer + own_layers) / head.verifier.num_hidden_layers)
+        costs = CostModel((head.exit_layer + head.own_layers) / head.verifier.num_hidden_layers)
     calibration = Calibration() if config.head_directory is None else Calibration.load(config.head_directory)
     return build_policy(eesd.policy, posterior, eesd.seed, args, costs, calibration, restores)
 

@@ -13,6 +13,7 @@ from torch import nn
 
 from vllm_eesd.exit_head.checkpoint import ExitHeadConfig, read_tensors
 from vllm_eesd.exit_head.draft_vocabulary import D2T_NAME, token_ids_of
+from vllm_eesd.exit_head.types import DEEP_CONTEXT, TRANSFORMER
 from vllm_eesd.host.compat import (
     AutoWeightsLoader,
     QKVParallelLinear,
@@ -46,13 +47,13 @@ class ExitHead(nn.Module):
         vocabulary: what of the target's vocabulary it drafts from; None is all of it. Set by `load`.
         loaded_with: the arguments of `load`, the target aside.
         attention_names: of the layers whose KV is the head's own.
-        reads_target_output: whether `round_context` makes anything of the target's output.
+        kind: its type; where it `reads_target_output`, so does `round_context`.
     Source: arXiv 2406.03853, section 3.1 (early-exiting layer).
     """
 
     vocabulary: DraftVocabulary | None
     loaded_with: tuple[VllmConfig, ExitHeadConfig, str]
-    reads_target_output = False
+    kind = TRANSFORMER
 
     def __init__(self, vllm_config: VllmConfig, target: nn.Module, config: ExitHeadConfig) -> None:
         super().__init__()
@@ -162,7 +163,7 @@ class DeepContextHead(ExitHead):
     produced the round's input token is also added, projected, to the first layer's input in every step of the round.
     """
 
-    reads_target_output = True
+    kind = DEEP_CONTEXT
 
     def __init__(self, vllm_config: VllmConfig, target: nn.Module, config: ExitHeadConfig) -> None:
         super().__init__(vllm_config, target, config)
@@ -289,7 +290,7 @@ class DeepContextHead(ExitHead):
         return self.inject(target_hidden_states)[0]
 
 
-HEAD_CLASSES = {"transformer": ExitHead, "deep_context": DeepContextHead}
+HEAD_CLASSES = {head.kind.name: head for head in (ExitHead, DeepContextHead)}
 
 
 def load_head(
