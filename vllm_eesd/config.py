@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from vllm_eesd.policy_args import POLICIES
 
 #: Longer drafts have never paid off anywhere, and every scheduled draft costs verification work and KV slots.
 MAX_SPECULATIVE_TOKENS = 32
@@ -14,8 +16,6 @@ LONGEST_DRAFT, LONGEST_COPY = 8, 16
 #: More decoder layers than this are a model of their own.
 MAX_HEAD_LAYERS = 8
 
-PolicyName = Literal["adaedl", "beta_ts", "calibrated_ts", "confidence", "draft_verify", "fixed", "goodput"]
-POLICY_NAMES: tuple[str, ...] = get_args(PolicyName)
 #: vLLM's own drafters know `auto` as `probabilistic`.
 DraftSampleMethod = Annotated[
     Literal["auto", "greedy"], BeforeValidator(lambda given: "auto" if given == "probabilistic" else given)
@@ -47,7 +47,7 @@ class EESDConfig(BaseModel):
         description="[first, last, tokens] entries by ascending batch size, the longest draft booked and made there: "
         "large batches keep room for prompts. On Model Runner V2, whose scheduler books a draft before it is made",
     )
-    policy: PolicyName = Field("goodput", description="how the draft length is chosen, see `vllm_eesd.policy`")
+    policy: Literal[tuple(POLICIES)] = Field("goodput", description="how the draft length is chosen")
     policy_args: dict[str, Any] = Field(
         default_factory=dict, description="settings of that policy, see `vllm_eesd.policy_args`"
     )

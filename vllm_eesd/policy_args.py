@@ -1,15 +1,16 @@
-"""What `policy_args` may hold: one record per policy, checked when made, without the policy itself (or numba)."""
+"""The policies by name, each one entry: its class and what its `policy_args` may hold.
+
+To read this imports no policy, and none of numba.
+"""
 
 from __future__ import annotations
 
 import errno
 import os
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
-
-from vllm_eesd.config import POLICY_NAMES
 
 
 class PolicyArgs(BaseModel):
@@ -59,7 +60,32 @@ class GoodputArgs(PolicyArgs):
         return self.ngram
 
 
-_ARGS: dict[str, type[PolicyArgs]] = {"confidence": ConfidenceArgs, "goodput": GoodputArgs}
+class Policy(NamedTuple):
+    """A policy that a user can name.
+
+    Attributes:
+        implementation: "module:Class" within `vllm_eesd.policy`, a `DraftLengthPolicy`.
+        settings: what its `policy_args` may hold.
+    """
+
+    implementation: str
+    settings: type[PolicyArgs] = PolicyArgs
+
+    @property
+    def takes_ngrams(self) -> bool:
+        """Whether it can submit n-gram drafts; its setting `ngram` turns them off."""
+        return "ngram" in self.settings.model_fields
+
+
+POLICIES = {
+    "adaedl": Policy("thresholds:AdaEDL"),
+    "beta_ts": Policy("thompson:BetaThompson"),
+    "calibrated_ts": Policy("thompson:CalibratedThompson"),
+    "confidence": Policy("thresholds:Confidence", ConfidenceArgs),
+    "draft_verify": Policy("thresholds:DraftVerify"),
+    "fixed": Policy("protocol:DraftLengthPolicy"),
+    "goodput": Policy("goodput:Goodput", GoodputArgs),
+}
 
 
 def read_policy_args(policy: str, given: Mapping[str, Any]) -> PolicyArgs:
@@ -68,9 +94,9 @@ def read_policy_args(policy: str, given: Mapping[str, Any]) -> PolicyArgs:
     Raises:
         ValueError: one line: the policy does not exist, or does not take one of them.
     """
-    if policy not in POLICY_NAMES:
-        raise ValueError(f"eesd: policy={policy!r} is not valid: choose one of {', '.join(POLICY_NAMES)}")
-    record = _ARGS.get(policy, PolicyArgs)
+    if policy not in POLICIES:
+        raise ValueError(f"eesd: policy={policy!r} is not valid: choose one of {', '.join(POLICIES)}")
+    record = POLICIES[policy].settings
     try:
         settings = record.model_validate(dict(given))
     except ValidationError as error:

@@ -22,6 +22,7 @@ from vllm_eesd.bench.prompts import Prompt
 from vllm_eesd.bench.vllm_engine import VllmEngine
 from vllm_eesd.config import EESDConfig
 from vllm_eesd.conversations import has_template, prompt_ids, read_chat_template, single_bos
+from vllm_eesd.policy_args import POLICIES
 from vllm_eesd.provenance import kept_out_by, num_cores, versions
 
 if TYPE_CHECKING:
@@ -120,7 +121,7 @@ class EngineSettings:
             settings = self
             if name == FIXED:
                 settings = replace(self, policy="fixed", policy_args={}, num_speculative_tokens=length)
-            elif name == "eesd-head" and self.policy == "goodput":  # no other policy copies anything
+            elif name == "eesd-head" and POLICIES[self.policy].takes_ngrams:
                 settings = replace(self, policy_args={**self.policy_args, "ngram": False})
             return {"speculative_config": settings.eesd_config(), "worker_extension_cls": WORKER_EXTENSION}
         if name in TRAINED_PEERS:

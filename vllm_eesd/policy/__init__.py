@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
 from vllm_eesd.policy.calibration import Calibration
 from vllm_eesd.policy.costs import CostModel
-from vllm_eesd.policy.goodput import Goodput
 from vllm_eesd.policy.posterior import BetaPosterior
 from vllm_eesd.policy.protocol import DraftLengthPolicy, Outcome
 from vllm_eesd.policy.state import load_state
-from vllm_eesd.policy.thompson import BetaThompson, CalibratedThompson
-from vllm_eesd.policy.thresholds import AdaEDL, Confidence, DraftVerify
-from vllm_eesd.policy_args import read_policy_args
+from vllm_eesd.policy_args import POLICIES, read_policy_args
 
 __all__ = [
     "POLICIES",
@@ -23,16 +21,6 @@ __all__ = [
     "Outcome",
     "build_policy",
 ]
-
-POLICIES: dict[str, type[DraftLengthPolicy]] = {
-    "adaedl": AdaEDL,
-    "beta_ts": BetaThompson,
-    "calibrated_ts": CalibratedThompson,
-    "confidence": Confidence,
-    "draft_verify": DraftVerify,
-    "fixed": DraftLengthPolicy,
-    "goodput": Goodput,
-}
 
 
 def build_policy(
@@ -54,7 +42,9 @@ def build_policy(
         ValueError: the policy does not exist or does not take one of `policy_args`.
     """
     settings = read_policy_args(name, policy_args)
-    policy = POLICIES[name](posterior, seed, costs, calibration, settings)
+    module, class_name = POLICIES[name].implementation.split(":")
+    policy_class = getattr(import_module(f"{__name__}.{module}"), class_name)
+    policy = policy_class(posterior, seed, costs, calibration, settings)
     if restores and settings.state_file is not None:
         load_state(settings.state_file, policy.posterior, policy.calibration)
     return policy

@@ -83,7 +83,6 @@ class Goodput(DraftLengthPolicy):
         settings: GoodputArgs,
     ) -> None:
         super().__init__(posterior, seed, costs, calibration, settings)
-        self.uses_ngrams = settings.ngram
         posterior.fade(DISCOUNT)
         posterior.learn_priors(PRIOR_MEMORY, PRIOR_WEIGHT)
         self.guard = Guard(settings.probe_budget)

@@ -63,13 +63,11 @@ class DraftLengthPolicy:
         needs_confidence: whether `more` wants the confidence of the last drafted token.
         plans_ahead: whether `more`, told no confidence, decides by what it expects of the drafts to come: it can be
             asked for a whole round at once.
-        uses_ngrams: whether `take_ngrams` may return anything but zeros.
         drawn: [max_num_reqs] bool, by slot, whether a request's drafts are drawn instead of greedy.
     """
 
     needs_confidence: bool = False
     plans_ahead: bool = False
-    uses_ngrams: bool = False
 
     def __init__(
         self,
@@ -85,6 +83,11 @@ class DraftLengthPolicy:
         self.settings = PolicyArgs() if settings is None else settings
         self.drawn = np.zeros(posterior.max_num_reqs, dtype=bool)
         self._generator = np.random.default_rng(seed)
+
+    @property
+    def uses_ngrams(self) -> bool:
+        """Whether `take_ngrams` may return anything but zeros."""
+        return self.settings.uses_ngrams
 
     def reset(
         self, slots: np.ndarray, keys: Sequence[str] | None = None, drawn: np.ndarray | Sequence[bool] | None = None
