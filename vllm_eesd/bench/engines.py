@@ -62,7 +62,7 @@ class EngineSettings:
         num_speculative_tokens: eesd's longest draft; None is its own default.
         policy: eesd's draft-length policy.
         seed: vLLM's seed.
-        policy_args: eesd's.
+        policy_args, trace_file: eesd's.
         exit_layer: draft headless from this layer of the target instead of with a head.
         peers: directory of the trained peers' models, draft_model/ and eagle/; None takes peers/ in the target's.
         temperature: of every request, 0 to 2; sampled outputs differ from method to method and are not compared.
@@ -76,6 +76,7 @@ class EngineSettings:
     policy: str = "goodput"
     seed: int = 0
     policy_args: Mapping[str, Any] = field(default_factory=dict)
+    trace_file: str | None = None
     exit_layer: int | None = None
     peers: str | None = None
     temperature: float = 0.0
@@ -111,6 +112,7 @@ class EngineSettings:
         if self.num_speculative_tokens is not None:
             config["num_speculative_tokens"] = self.num_speculative_tokens
         config |= {"policy_args": dict(self.policy_args)} if self.policy_args else {}
+        config |= {"trace_file": self.trace_file} if self.trace_file else {}
         config |= {"exit_layer": self.exit_layer} if self.exit_layer else {}
         return config | ({"model": self.head} if self.head else {})
 

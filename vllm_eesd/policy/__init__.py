@@ -30,21 +30,22 @@ def build_policy(
     policy_args: dict[str, Any],
     costs: CostModel | None = None,
     calibration: Calibration | None = None,
+    state_file: str | None = None,
     restores: bool = True,
 ) -> DraftLengthPolicy:
-    """Return the policy `name`, with the state of `policy_args["state_file"]` if there is one.
+    """Return the policy `name`, with the state of `state_file` if there is one.
 
     Args:
         policy_args: see `vllm_eesd.policy_args`.
-        posterior, seed, costs, calibration: see `DraftLengthPolicy`.
-        restores: False where that state was learned of other weights: it will be written over.
+        posterior, seed, costs, calibration, state_file: see `DraftLengthPolicy`.
+        restores: False where that state was learned with other weights: it will be written over.
     Raises:
         ValueError: the policy does not exist or does not take one of `policy_args`.
     """
     settings = read_policy_args(name, policy_args)
     module, class_name = POLICIES[name].implementation.split(":")
     policy_class = getattr(import_module(f"{__name__}.{module}"), class_name)
-    policy = policy_class(posterior, seed, costs, calibration, settings)
-    if restores and settings.state_file is not None:
-        load_state(settings.state_file, policy.posterior, policy.calibration)
+    policy = policy_class(posterior, seed, costs, calibration, settings, state_file)
+    if restores and state_file is not None:
+        load_state(state_file, policy.posterior, policy.calibration)
     return policy

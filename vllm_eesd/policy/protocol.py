@@ -59,6 +59,7 @@ class DraftLengthPolicy:
         costs: what steps cost; a default model when None.
         calibration: what confidences mean; an empty table when None.
         settings: the policy's own; the defaults of all policies when None.
+        state_file: where `save_state` writes; None: nowhere.
     Attributes:
         needs_confidence: whether `more` wants the confidence of the last drafted token.
         plans_ahead: whether `more`, told no confidence, decides by what it expects of the drafts to come: it can be
@@ -76,11 +77,13 @@ class DraftLengthPolicy:
         costs: CostModel | None = None,
         calibration: Calibration | None = None,
         settings: PolicyArgs | None = None,
+        state_file: str | None = None,
     ) -> None:
         self.posterior = posterior
         self.costs = CostModel() if costs is None else costs
         self.calibration = Calibration() if calibration is None else calibration
         self.settings = PolicyArgs() if settings is None else settings
+        self._state_file = state_file
         self.drawn = np.zeros(posterior.max_num_reqs, dtype=bool)
         self._generator = np.random.default_rng(seed)
 
@@ -191,5 +194,5 @@ class DraftLengthPolicy:
         Raises:
             OSError: the file cannot be written.
         """
-        if self.settings.state_file is not None:
-            save_state(self.settings.state_file, self.posterior, self.calibration)
+        if self._state_file is not None:
+            save_state(self._state_file, self.posterior, self.calibration)
