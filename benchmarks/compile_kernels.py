@@ -28,6 +28,8 @@ from vllm_eesd.kernels.gpu import (
     rejection_statistics,
 )
 
+from vllm_eesd.round.ngram import MAX_MATCH, MAX_SEARCHED
+
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "kernels.md"
 OPEN, CLOSE = "<!-- compiled -->", "<!-- /compiled -->"
@@ -135,8 +137,8 @@ def kv_fill_cases() -> list[Case]:
 
 def ngram_cases() -> list[Case]:
     """The search of long texts, and drafts put where others stood, their logits too."""
-    sizes = {"MAX_SEARCHED": ngram.MAX_SEARCHED}
-    scan = sizes | {"MAX_MATCH": ngram.MAX_MATCH, "BLOCK": ngram.SCAN_BLOCK}
+    sizes = {"MAX_SEARCHED": MAX_SEARCHED}
+    scan = sizes | {"MAX_MATCH": MAX_MATCH, "BLOCK": ngram.SCAN_BLOCK}
     finish, put = sizes | {"K_PADDED": 8, "BLOCKS_PADDED": 32}, {"BLOCK": ngram.VOCAB_BLOCK}
     cases = [Case("ngram scan", ngram._scan_kernel, "fp32", scan)]
     cases.append(Case("ngram finish", ngram._finish_kernel, "fp32", finish, 1))

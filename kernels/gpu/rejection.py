@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..cpu.rejection import Verified
+from ..reference.rejection import Verified
 from .noise import gumbel, step_seed, uniform
 from .rejection_statistics import (
     MASS,
@@ -230,7 +230,7 @@ def rejection(
     idx_mapping: torch.Tensor | None = None,
     block_verification: bool = False,
 ) -> Verified:
-    """Return the tokens the target emits; see `cpu.rejection.rejection`.
+    """Return the tokens the target emits; see `reference.rejection.rejection`.
 
     Raises:
         ValueError: no noise.

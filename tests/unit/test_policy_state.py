@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from outcomes import outcome
 
-from vllm_eesd.config import check_state_file
+from vllm_eesd.config import EESDConfig, check_state_file
 from vllm_eesd.policy import BetaPosterior, build_policy
 
 ONE = np.array([0])
@@ -69,7 +69,7 @@ def test_no_file_is_written_unless_asked_for(tmp_path, monkeypatch):
 @pytest.mark.parametrize("value", ["", 3, "no/such/directory/state.json"])
 def test_a_path_that_cannot_be_is_refused_at_once(value):
     with pytest.raises(ValueError, match="eesd: state_file="):
-        check_state_file(value)
+        check_state_file(EESDConfig.parse({"method": "eesd", "state_file": value}).state_file)
 
 
 def test_a_wrong_prior_key_is_refused():

@@ -22,9 +22,9 @@ from vllm_eesd.host.v2.compat import (
     set_forward_context,
 )
 from vllm_eesd.host.v2.drawing import DRAWN, GREEDY, SHARED
-from vllm_eesd.kernels.cpu.draft_inputs import DraftInputs, Drafts
-from vllm_eesd.kernels.cpu.noise import draw_counters
 from vllm_eesd.kernels.gpu.draft_inputs import advance_draft_inputs, prepare_draft_inputs
+from vllm_eesd.kernels.reference.draft_inputs import DraftInputs, Drafts
+from vllm_eesd.kernels.reference.noise import draw_counters
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
