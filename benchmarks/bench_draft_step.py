@@ -1,6 +1,6 @@
 """What a draft step costs with one head or another, against the target's own forward: their ratio, head by head.
 
-    python -P benchmarks/bench_draft_step.py --model MODEL --exit-layers 1 2 4 --head-types mlp transformer
+    python -P benchmarks/bench_draft_step.py --model MODEL --exit-layers 1 2 4 --head-types transformer deep_context
     python -P benchmarks/bench_draft_step.py --random 32000 --exit-layers 2 --draft-vocab 32000 16000 8000 2000
 
 Heads are untrained, which changes no time. The second form writes a random Llama with that vocabulary. Each head is

@@ -14,6 +14,7 @@ import argparse
 import csv
 from collections.abc import Callable
 from functools import partial
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
@@ -22,9 +23,7 @@ import kernel_peers
 import torch
 from harness import append, copy_gb_per_s, measure, rotations, rows
 from torch.nn import functional as F
-from vllm_eesd.kernels.cpu.rejection import rejection as reference
-
-from vllm_eesd import kernels
+from vllm_eesd.kernels.reference.rejection import rejection as reference
 
 RESULTS = Path(__file__).resolve().parent / "results"
 BATCHES = (1, 4, 16, 32, 64, 128, 256)
@@ -43,6 +42,11 @@ class Inputs(NamedTuple):
     positions: torch.Tensor
     temperature: torch.Tensor
     seeds: torch.Tensor
+
+
+def kernel_for(device: str, name: str) -> Callable:
+    """Return a kernel, in Triton on a GPU and in plain torch on a CPU."""
+    return getattr(import_module(f"vllm_eesd.kernels.{'gpu' if device == 'cuda' else 'reference'}.{name}"), name)
 
 
 def report(kernel: str, shape: dict, methods: dict[str, Callable], inputs: list, num_bytes: int, options) -> list[dict]:
@@ -77,8 +81,10 @@ def bench_exit_head(vocab_size: int, hidden_size: int, batch: int, options) -> l
         weight = torch.randn(vocab_size, hidden_size, device=device, dtype=dtype) * hidden_size**-0.5
         inputs.append((hidden_states, torch.ones(hidden_size, device=device, dtype=dtype), weight))
 
+    kernel = kernel_for(device, "exit_head")
+
     def ours(hidden_states, norm_weight, weight):
-        return kernels.exit_head(hidden_states, weight, norm_weight=norm_weight)
+        return kernel(hidden_states, weight, norm_weight=norm_weight)
 
     check_exit_head(ours(*inputs[0]), inputs[0])
     shape = {"vocab_size": vocab_size, "hidden_size": hidden_size, "batch": batch, "dtype": str(dtype)}
@@ -134,7 +140,7 @@ def bench_rejection(vocab_size: int, batch: int, options) -> list[dict]:
     sets = [(verification(vocab_size, batch, device, options.dtype),) for _ in range(rotations(num_bytes))]
     shape = {"vocab_size": vocab_size, "hidden_size": 0, "batch": batch, "dtype": str(options.dtype)}
     for way, sampled in (("greedy", False), ("sampled", True)):
-        ours = partial(verify, kernels.rejection, sampled=sampled)
+        ours = partial(verify, kernel_for(device, "rejection"), sampled=sampled)
         if device == "cuda":
             expected = verify(reference, *sets[0], sampled=sampled)
             assert torch.equal(ours(*sets[0]).sampled, expected.sampled), "rejection differs from its reference"
@@ -158,7 +164,7 @@ def bench_kv_fill(batch: int, options) -> list[dict]:
         slots = torch.randperm(batch * BLOCK_SIZE, device=device)[:batch]
         key, value = qkv[:, 4 * NUM_KV_HEADS : 5 * NUM_KV_HEADS], qkv[:, 5 * NUM_KV_HEADS :]
         inputs.append((key, value, positions, cos_sin_cache, slots, *cache.unbind(0)))
-    methods = {"ours": kernels.kv_fill}
+    methods = {"ours": kernel_for(device, "kv_fill")}
     if device == "cuda":
         methods["torch"] = torch_kv_fill
     shape = {"vocab_size": 0, "hidden_size": NUM_KV_HEADS * HEAD_SIZE, "batch": batch, "dtype": str(dtype)}

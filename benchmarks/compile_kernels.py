@@ -29,6 +29,8 @@ from vllm_eesd.kernels.gpu import (
     shared_draw,
 )
 
+from vllm_eesd.round.ngram import MAX_MATCH, MAX_SEARCHED
+
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "kernels.md"
 OPEN, CLOSE = "<!-- compiled -->", "<!-- /compiled -->"
@@ -46,6 +48,8 @@ POINTERS = {
     "position_limit last_rows target_idx_mapping last_sampled tokens drawn",
 }
 TYPE_OF = {f"{name}_ptr": "*" + kind for kind, names in POINTERS.items() for name in names.split()}
+# Arguments that are tuples of arguments.
+TUPLES = {"inputs": rejection_statistics.Inputs}
 
 
 class Case(NamedTuple):
@@ -93,7 +97,7 @@ def rejection_cases() -> list[Case]:
     """One-hot and full drafts, token by token and as blocks."""
     cases = []
     statistics = {"BLOCK": rejection_statistics.STATISTICS_BLOCK}
-    resample = {"BLOCK": rejection.RESAMPLE_BLOCK, "BLOCKS_PADDED": 256}
+    resample = {"BLOCK": rejection.RESAMPLE_BLOCK, "TILES_PADDED": 256}
     padded = {"K_PADDED": 8, "BLOCKS_PADDED": 32}
     for model in ("bf16", "fp32"):
         for way, given in (("one-hot", absent("draft_logits")), ("full", {})):
@@ -140,8 +144,8 @@ def kv_fill_cases() -> list[Case]:
 
 def ngram_cases() -> list[Case]:
     """The search of long texts, and drafts put where others stood, their logits too."""
-    sizes = {"MAX_SEARCHED": ngram.MAX_SEARCHED}
-    scan = sizes | {"MAX_MATCH": ngram.MAX_MATCH, "BLOCK": ngram.SCAN_BLOCK}
+    sizes = {"MAX_SEARCHED": MAX_SEARCHED}
+    scan = sizes | {"MAX_MATCH": MAX_MATCH, "BLOCK": ngram.SCAN_BLOCK}
     finish, put = sizes | {"K_PADDED": 8, "BLOCKS_PADDED": 32}, {"BLOCK": ngram.VOCAB_BLOCK}
     cases = [Case("ngram scan", ngram._scan_kernel, "fp32", scan)]
     cases.append(Case("ngram finish", ngram._finish_kernel, "fp32", finish, 1))
@@ -167,6 +171,15 @@ def takes(case: Case, capability: int) -> bool:
     return capability >= 89 or "*fp8e4nv" not in case.types.values()
 
 
+def type_of(case: Case, name: str) -> str:
+    """Return the type of an argument as Triton names it."""
+    if name in case.constexprs:
+        return "constexpr"
+    if name.endswith("_ptr"):
+        return case.types.get(name) or TYPE_OF.get(name, f"*{case.model_type}")
+    return "fp32" if name == "eps" else "i32"
+
+
 def compile_for(case: Case, capability: int, **options: int) -> Resources:
     """Return what the kernel takes once compiled; addresses and row strides are multiples of 16, as in real models.
 
@@ -175,19 +188,21 @@ def compile_for(case: Case, capability: int, **options: int) -> Resources:
         capability: 90 for sm_90.
         options: of Triton's compiler, in addition to the case's own.
     """
-    names = case.kernel.arg_names
-    signature, attributes = {}, {}
-    for index, name in enumerate(names):
-        if name in case.constexprs:
-            signature[name] = "constexpr"
-            continue
-        if name.endswith("_ptr"):
-            signature[name] = case.types.get(name) or TYPE_OF.get(name, f"*{case.model_type}")
+    signature, constants, attributes = {}, {}, {}
+    for index, name in enumerate(case.kernel.arg_names):
+        if name in TUPLES:
+            fields = TUPLES[name]._fields
+            signature[name] = TUPLES[name](*(type_of(case, field) for field in fields))
+            places = {(index, place): field for place, field in enumerate(fields)}
         else:
-            signature[name] = "fp32" if name == "eps" else "i32"
-        if name.endswith("_ptr") or "stride" in name or name == "hidden_size":
-            attributes[(index,)] = [["tt.divisibility", 16]]
-    source = ASTSource(case.kernel, signature, {(names.index(k),): v for k, v in case.constexprs.items()}, attributes)
+            signature[name] = type_of(case, name)
+            places = {(index,): name}
+        for place, field in places.items():
+            if field in case.constexprs:
+                constants[place] = case.constexprs[field]
+            elif field.endswith("_ptr") or "stride" in field or field == "hidden_size":
+                attributes[place] = [["tt.divisibility", 16]]
+    source = ASTSource(case.kernel, signature, constants, attributes)
     options = {"num_warps": case.num_warps, "num_stages": case.num_stages} | options
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:

@@ -4,7 +4,7 @@
     python benchmarks/confidence_quality.py --model DIR [--head DIR] [--results DIR] [--name smollm2]
 
 Drafts of K = 4 tokens in every round. A trace is a dense one (`eesd trace-record`), which is walked as if every round
-drafted so many, or a server's rounds (`policy_args.trace_file`) of a policy that computes confidences. With --model the
+drafted so many, or a server's rounds (`trace_file`) of a policy that computes confidences. With --model the
 rounds of chat and human_eval are recorded now, greedy and sampled, into NAME-confidence.json.
 
 Judged tokens count: those up to the first rejection. A forecast is a logistic regression on the logarithm of the odds
@@ -177,7 +177,7 @@ def record(args: argparse.Namespace, progress: Callable[[str], None]) -> list[di
         trace = Path(folder) / "rounds.jsonl"
         settings = EngineSettings(args.model, args.head, args.dtype, LENGTH, "confidence")
         # Drafts to the end, and computes every confidence on the way.
-        settings = replace(settings, policy_args={"threshold": 0.0, "trace_file": str(trace)})
+        settings = replace(settings, policy_args={"threshold": 0.0}, trace_file=str(trace))
         with running_engines(["eesd"], settings, longest, progress) as engines:
             for name, prompts in encoded.items():
                 for temperature, top_p in SAMPLINGS:

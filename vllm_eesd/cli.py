@@ -38,7 +38,6 @@ COMMANDS = [
     Command("probe", "distill.probe", "probe", "say, without training, whether and from which layer drafting will pay"),
     Command("distill", "distill.run", "distill", "train an exit head for a frozen target"),
     Command("calibrate", "distill.calibrate", "calibrate", "measure what a head's confidences mean, and store it"),
-    Command("import", "distill.import_head", "import_head", "turn a Balcony or Kangaroo checkpoint into an exit head"),
     Command("trace", "bench.trace", "trace", "one generation as a page: its text round by round, and where time went"),
     Command(
         "trace-record", "bench.trace_record", "trace_record", "record what drafts are worth, for simulate and plan"

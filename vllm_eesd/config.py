@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, get_args
+import errno
+import os
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from vllm_eesd.policy_args import POLICIES
 
 #: Longer drafts have never paid off anywhere, and every scheduled draft costs verification work and KV slots.
 MAX_SPECULATIVE_TOKENS = 32
@@ -14,8 +18,6 @@ LONGEST_DRAFT, LONGEST_COPY = 8, 16
 #: More decoder layers than this are a model of their own.
 MAX_HEAD_LAYERS = 8
 
-PolicyName = Literal["adaedl", "beta_ts", "calibrated_ts", "confidence", "draft_verify", "fixed", "goodput"]
-POLICY_NAMES: tuple[str, ...] = get_args(PolicyName)
 #: vLLM's own drafters know `auto` as `probabilistic`.
 DraftSampleMethod = Annotated[
     Literal["auto", "greedy"], BeforeValidator(lambda given: "auto" if given == "probabilistic" else given)
@@ -47,9 +49,15 @@ class EESDConfig(BaseModel):
         description="[first, last, tokens] entries by ascending batch size, the longest draft booked and made there: "
         "large batches keep room for prompts. On Model Runner V2, whose scheduler books a draft before it is made",
     )
-    policy: PolicyName = Field("goodput", description="how the draft length is chosen, see `vllm_eesd.policy`")
+    policy: Literal[tuple(POLICIES)] = Field("goodput", description="how the draft length is chosen")
     policy_args: dict[str, Any] = Field(
         default_factory=dict, description="settings of that policy, see `vllm_eesd.policy_args`"
+    )
+    state_file: str | None = Field(
+        None, description="where what the policy learned is kept over restarts; None: nowhere"
+    )
+    trace_file: str | None = Field(
+        None, description="where every round is written, see `vllm_eesd.traces.rounds`; None: nowhere"
     )
     draft_sample_method: DraftSampleMethod = Field(
         "auto",
@@ -96,3 +104,36 @@ def _first_error(error: ValidationError) -> str:
         return f"eesd: unknown field {field!r:.80}; allowed: method, {', '.join(EESDConfig.model_fields)}"
     allowed = first["msg"][0].lower() + first["msg"][1:]
     return f"eesd: {field}={first['input']!r:.80} is not valid: {allowed}"
+
+
+def check_state_file(path: str | None) -> None:
+    """Refuse a `state_file` that names no file in a directory that is; None is none.
+
+    Raises:
+        ValueError: one line.
+    """
+    names_a_file = path and "\0" not in path and not os.path.isdir(path)
+    if path is not None and not (names_a_file and os.path.isdir(os.path.dirname(path) or ".")):
+        raise ValueError(f"eesd: state_file={path!r:.200} is not valid: must name a file in a directory that is")
+
+
+def check_trace_file(path: str | None) -> None:
+    """Refuse a `trace_file` that cannot be written; None is none. A file that is not there is not created.
+
+    Raises:
+        ValueError: one line: the value, the reason, what is allowed.
+    """
+    if path is None:
+        return
+    try:
+        # Without waiting: a pipe without a reader is refused.
+        os.close(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NONBLOCK))
+        return
+    except FileNotFoundError:
+        folder = os.path.dirname(path) or "."
+        if path and os.access(folder, os.W_OK | os.X_OK):
+            return
+        reason = os.strerror(errno.EACCES if path and os.path.isdir(folder) else errno.ENOENT)
+    except (OSError, ValueError, TypeError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+    raise ValueError(f"eesd: trace_file={path!r:.200} is not valid ({reason}): must name a file that can be written")

@@ -11,7 +11,7 @@ from typing import Any, get_args
 
 from pydantic import BaseModel
 
-from vllm_eesd.config import POLICY_NAMES, EESDConfig
+from vllm_eesd.config import EESDConfig
 
 
 def drafting(parser: argparse.ArgumentParser) -> None:
@@ -34,7 +34,7 @@ def chat_template(parser: argparse.ArgumentParser) -> None:
 
 def policy(parser: argparse.ArgumentParser) -> None:
     """Which policy: a field of `EESDConfig`."""
-    names, text = ", ".join(POLICY_NAMES), "how the draft length is chosen"
+    names, text = ", ".join(choices(EESDConfig, "policy")), "how the draft length is chosen"
     parser.add_argument("--policy", default=default(EESDConfig, "policy"), help=f"{text}: {names}")
 
 

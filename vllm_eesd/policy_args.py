@@ -1,15 +1,17 @@
-"""What `policy_args` may hold: one record per policy, checked when made, without the policy itself (or numba)."""
+"""The policies by name, each one entry: its class and what its `policy_args` may hold.
+
+To read this imports no policy, and none of numba.
+"""
 
 from __future__ import annotations
 
-import errno
-import os
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from vllm_eesd.config import POLICY_NAMES
+#: Fields of `EESDConfig` that were settings of policies once.
+FILES = {"state_file", "trace_file"}
 
 
 class PolicyArgs(BaseModel):
@@ -17,15 +19,11 @@ class PolicyArgs(BaseModel):
 
     Attributes:
         prior_key: whose learned prior a request starts from: everybody's, or its LoRA adapter's.
-        state_file: where learned state is kept over restarts; None: nowhere.
-        trace_file: where rounds are written, see `vllm_eesd.traces.rounds`; None: nowhere.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     prior_key: Literal["none", "lora"] = "none"
-    state_file: str | None = None
-    trace_file: str | None = None
 
     @property
     def uses_ngrams(self) -> bool:
@@ -59,7 +57,32 @@ class GoodputArgs(PolicyArgs):
         return self.ngram
 
 
-_ARGS: dict[str, type[PolicyArgs]] = {"confidence": ConfidenceArgs, "goodput": GoodputArgs}
+class Policy(NamedTuple):
+    """A policy that a user can name.
+
+    Attributes:
+        implementation: "module:Class" within `vllm_eesd.policy`, a `DraftLengthPolicy`.
+        settings: what its `policy_args` may hold.
+    """
+
+    implementation: str
+    settings: type[PolicyArgs] = PolicyArgs
+
+    @property
+    def takes_ngrams(self) -> bool:
+        """Whether it can submit n-gram drafts; its setting `ngram` turns them off."""
+        return "ngram" in self.settings.model_fields
+
+
+POLICIES = {
+    "adaedl": Policy("thresholds:AdaEDL"),
+    "beta_ts": Policy("thompson:BetaThompson"),
+    "calibrated_ts": Policy("thompson:CalibratedThompson"),
+    "confidence": Policy("thresholds:Confidence", ConfidenceArgs),
+    "draft_verify": Policy("thresholds:DraftVerify"),
+    "fixed": Policy("protocol:DraftLengthPolicy"),
+    "goodput": Policy("goodput:Goodput", GoodputArgs),
+}
 
 
 def read_policy_args(policy: str, given: Mapping[str, Any]) -> PolicyArgs:
@@ -68,57 +91,19 @@ def read_policy_args(policy: str, given: Mapping[str, Any]) -> PolicyArgs:
     Raises:
         ValueError: one line: the policy does not exist, or does not take one of them.
     """
-    if policy not in POLICY_NAMES:
-        raise ValueError(f"eesd: policy={policy!r} is not valid: choose one of {', '.join(POLICY_NAMES)}")
-    record = _ARGS.get(policy, PolicyArgs)
+    if policy not in POLICIES:
+        raise ValueError(f"eesd: policy={policy!r} is not valid: choose one of {', '.join(POLICIES)}")
+    record = POLICIES[policy].settings
     try:
-        settings = record.model_validate(dict(given))
+        return record.model_validate(dict(given))
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         name, allowed = str(first["loc"][0]), first["msg"][0].lower() + first["msg"][1:]
-        if first["type"] == "extra_forbidden":
+        if name in FILES:
+            line = f"eesd: policy_args.{name} is not valid: {name} is a field beside policy_args, not in it"
+        elif first["type"] == "extra_forbidden":
             names = ", ".join(sorted(record.model_fields))
             line = f"eesd: policy_args has unknown key {name!r:.80} for policy {policy!r}; allowed: {names}"
         else:
             line = f"eesd: policy_args.{name}={first['input']!r:.80} is not valid: {allowed}"
         raise ValueError(line) from None
-    check_state_file(settings.state_file)
-    check_trace_file(settings.trace_file)
-    return settings
-
-
-def check_state_file(path: str | None) -> None:
-    """Refuse a `state_file` that names no file in a directory that is; None is none.
-
-    Raises:
-        ValueError: one line.
-    """
-    names_a_file = path and "\0" not in path and not os.path.isdir(path)
-    if path is not None and not (names_a_file and os.path.isdir(os.path.dirname(path) or ".")):
-        raise ValueError(
-            f"eesd: policy_args.state_file={path!r:.200} is not valid: must name a file in a directory that is"
-        )
-
-
-def check_trace_file(path: str | None) -> None:
-    """Refuse a `trace_file` that cannot be written; None is none. A file that is not there is not created.
-
-    Raises:
-        ValueError: one line: the value, the reason, what is allowed.
-    """
-    if path is None:
-        return
-    try:
-        # Without waiting: a pipe without a reader is refused.
-        os.close(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NONBLOCK))
-        return
-    except FileNotFoundError:
-        folder = os.path.dirname(path) or "."
-        if path and os.access(folder, os.W_OK | os.X_OK):
-            return
-        reason = os.strerror(errno.EACCES if path and os.path.isdir(folder) else errno.ENOENT)
-    except (OSError, ValueError, TypeError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-    raise ValueError(
-        f"eesd: policy_args.trace_file={path!r:.200} is not valid ({reason}): must name a file that can be written"
-    )

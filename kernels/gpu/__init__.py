@@ -1,1 +1,1 @@
-"""Every kernel in Triton, with the names and signatures of `cpu`."""
+"""Every kernel in Triton, with the names and signatures of `reference`."""

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..cpu.exit_head import DraftTokens
+from ..reference.exit_head import DraftTokens
 
 # Logits per program of `_choose_kernel`: enough to hide a load's latency, few enough to stay in registers.
 CHOOSE_BLOCK = 2048
@@ -102,7 +102,7 @@ def reduce_tiles(
 
 
 def choose_tokens(logits: torch.Tensor, *, d2t: torch.Tensor | None = None) -> DraftTokens:
-    """Return each row's most probable token with its probability; see `cpu.exit_head.choose_tokens`."""
+    """Return each row's most probable token with its probability; see `reference.exit_head.choose_tokens`."""
     assert logits.stride(-1) == 1
     num_tokens, vocab_size = logits.shape
     num_tiles = triton.cdiv(vocab_size, CHOOSE_BLOCK)

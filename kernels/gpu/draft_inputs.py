@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..cpu.draft_inputs import DraftInputs, Drafts, TargetOutputs
+from ..reference.draft_inputs import DraftInputs, Drafts, TargetOutputs
 
 __all__ = ["advance_draft_inputs", "prepare_draft_inputs"]
 
@@ -99,7 +99,7 @@ def _advance_kernel(
 def prepare_draft_inputs(
     inputs: DraftInputs, target: TargetOutputs, num_blocks: torch.Tensor, block_size: int, max_model_len: int
 ) -> None:
-    """Fill the inputs of a round's first draft step; see `cpu.draft_inputs`."""
+    """Fill the inputs of a round's first draft step; see `reference.draft_inputs`."""
     max_num_reqs = len(inputs.seq_lens)
     sizes = len(target.idx_mapping), max_num_reqs, block_size, max_model_len
     grid = (triton.cdiv(max_num_reqs + 1, ROWS),)
@@ -109,7 +109,7 @@ def prepare_draft_inputs(
 def advance_draft_inputs(
     inputs: DraftInputs, drafts: Drafts, tokens: torch.Tensor, confidences: torch.Tensor, max_model_len: int
 ) -> None:
-    """Keep what a draft step drafted, and make it the next step's input; see `cpu.draft_inputs`."""
+    """Keep what a draft step drafted, and make it the next step's input; see `reference.draft_inputs`."""
     assert drafts.tokens.is_contiguous() and drafts.confidences.is_contiguous()
     num_rows, K = len(tokens), drafts.tokens.shape[1]
     rows = inputs.input_ids, inputs.positions, inputs.seq_lens, *inputs[4:7]

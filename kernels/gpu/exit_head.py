@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch.nn import functional as F
 
-from ..cpu.exit_head import DraftTokens
+from ..reference.exit_head import DraftTokens
 from .choose_tokens import choose_tokens, reduce_tiles, tile_statistics, workspace
 
 __all__ = ["choose_tokens", "exit_head"]
@@ -118,7 +118,7 @@ def exit_head(
     eps: float = 1e-6,
     d2t: torch.Tensor | None = None,
 ) -> DraftTokens:
-    """Return one drafted token per row with its probability; see `cpu.exit_head.exit_head`."""
+    """Return one drafted token per row with its probability; see `reference.exit_head.exit_head`."""
     assert hidden_states.stride(-1) == 1 and weight.stride(-1) == 1
     (num_tokens, hidden_size), vocab_size = hidden_states.shape, weight.shape[0]
     if num_tokens >= CUBLAS_FROM:

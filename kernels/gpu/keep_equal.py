@@ -43,7 +43,7 @@ def keep_equal(
     cu_num_logits: torch.Tensor,
     chosen: torch.Tensor | None = None,
 ) -> None:
-    """Write what requests emit; see `cpu.keep_equal.keep_equal`."""
+    """Write what requests emit; see `reference.keep_equal.keep_equal`."""
     num_reqs, width = sampled.shape
     _keep_equal_kernel[(num_reqs,)](
         sampled,

@@ -117,7 +117,7 @@ def kv_fill(
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
 ) -> None:
-    """Write K/V of these tokens into a paged cache; see `cpu.kv_fill.kv_fill`."""
+    """Write K/V of these tokens into a paged cache; see `reference.kv_fill.kv_fill`."""
     assert key.stride(-1) == 1 and value.stride(-1) == 1
     head_size, head_size_v = key.shape[-1], value.shape[-1]
     _kv_fill_kernel[(slot_mapping.shape[0], key.shape[1])](

@@ -9,8 +9,6 @@ import torch
 import triton
 import triton.language as tl
 
-from ..cpu.ngram import MAX_MATCH, MAX_SEARCHED
-
 __all__ = ["find_ngrams", "put_ngrams"]
 
 # Tokens of a text per program.
@@ -136,17 +134,19 @@ def find_ngrams(
     idx_mapping: torch.Tensor,
     num_sampled: torch.Tensor,
     drafts: torch.Tensor,
+    max_match: int,
+    max_searched: int,
 ) -> torch.Tensor:
-    """Compare each row's last n-gram draft with what was emitted since, and find the next; see `cpu.ngram`."""
+    """Compare each row's last n-gram draft with what was emitted since, and find the next; see `reference.ngram`."""
     assert texts.stride(1) == 1 and drafts.is_contiguous()
     num_reqs, K = len(idx_mapping), drafts.shape[1]
-    longest = min(texts.shape[1], MAX_SEARCHED)
+    longest = min(texts.shape[1], max_searched)
     block = min(SCAN_BLOCK, max(16, triton.next_power_of_2(longest)))
     num_blocks = triton.cdiv(longest, block)
     best = drafts.new_empty(num_reqs, num_blocks, dtype=torch.int32)
     found = drafts.new_empty(num_reqs, 3, dtype=torch.int32)
     requests = texts, texts.stride(0), num_tokens, idx_mapping, num_sampled
-    sizes = {"MAX_MATCH": MAX_MATCH, "MAX_SEARCHED": MAX_SEARCHED}
+    sizes = {"MAX_MATCH": max_match, "MAX_SEARCHED": max_searched}
     _scan_kernel[num_reqs, num_blocks](best, *requests, num_blocks, **sizes, BLOCK=block, num_warps=4)
     _finish_kernel[(num_reqs,)](
         found,
@@ -155,7 +155,7 @@ def find_ngrams(
         *requests,
         num_blocks,
         K,
-        MAX_SEARCHED=MAX_SEARCHED,
+        MAX_SEARCHED=max_searched,
         K_PADDED=triton.next_power_of_2(K),
         BLOCKS_PADDED=triton.next_power_of_2(num_blocks),
         num_warps=1,
@@ -170,7 +170,7 @@ def put_ngrams(
     draft_tokens: torch.Tensor,
     draft_logits: torch.Tensor | None = None,
 ) -> None:
-    """Make n-gram drafts the drafts of the rows that take them; see `cpu.ngram`."""
+    """Make n-gram drafts the drafts of the rows that take them; see `reference.ngram`."""
     assert draft_tokens.stride(1) == 1 and drafts.is_contiguous()
     num_reqs, K = draft_tokens.shape
     vocab_size, strides, lowest = 1, (0, 0), 0.0

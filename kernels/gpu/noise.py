@@ -1,4 +1,4 @@
-"""Counter-based random numbers inside Triton kernels: what `cpu/noise.py` computes, bit for bit up to the last
+"""Counter-based random numbers inside Triton kernels: what `reference/noise.py` computes, bit for bit up to the last
 place of a logarithm.
 
 Source: vllm/v1/worker/gpu/sample/gumbel.py of vLLM 0.33, whose numbers these are.

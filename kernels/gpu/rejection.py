@@ -16,12 +16,13 @@ import torch
 import triton
 import triton.language as tl
 
-from ..cpu.rejection import Verified
+from ..reference.rejection import Verified
 from .noise import gumbel, step_seed, uniform
 from .rejection_statistics import (
     MASS,
     STATISTICS_BLOCK,
     TARGET_MAX,
+    Inputs,
     finite_max,
     judge_block,
     load_drafts,
@@ -50,37 +51,25 @@ def _accept_kernel(
     sampled_ptr,  # [num_reqs, K + 1]
     num_sampled_ptr,  # [num_reqs]
     refused_ptr,  # [3, num_reqs] float32: TARGET_LSE, DRAFT_LSE, LOG_P at the refused draft, for launch 3
-    target_logits_ptr,
-    target_stride,
-    draft_logits_ptr,
-    draft_stride_0,
-    draft_stride_1,
-    draft_sampled_ptr,
-    cu_num_logits_ptr,
-    idx_mapping_ptr,
-    temperature_ptr,
-    positions_ptr,  # [num_logits]
-    seeds_ptr,  # [max_num_reqs]
+    inputs,
     blocks_ptr,
     argmax_ptr,
-    num_reqs,
-    K,
-    num_blocks,
     BLOCK_VERIFICATION: tl.constexpr,
     K_PADDED: tl.constexpr,
     BLOCKS_PADDED: tl.constexpr,
 ):
+    num_reqs, K, num_blocks = inputs.num_reqs, inputs.K, inputs.num_blocks
     request = tl.program_id(0)
-    start = tl.load(cu_num_logits_ptr + request).to(tl.int64)
-    num_drafts = (tl.load(cu_num_logits_ptr + request + 1) - start - 1).to(tl.int32)
-    state = tl.load(idx_mapping_ptr + request).to(tl.int64)
+    start = tl.load(inputs.cu_num_logits_ptr + request).to(tl.int64)
+    num_drafts = (tl.load(inputs.cu_num_logits_ptr + request + 1) - start - 1).to(tl.int32)
+    state = tl.load(inputs.idx_mapping_ptr + request).to(tl.int64)
     steps, blocks = tl.arange(0, K_PADDED), tl.arange(0, BLOCKS_PADDED)
     is_draft = steps < num_drafts
-    drafts, valid = load_drafts(draft_sampled_ptr, start, num_drafts, K_PADDED)
+    drafts, valid = load_drafts(inputs.draft_sampled_ptr, start, num_drafts, K_PADDED)
     plane = num_reqs * K * num_blocks
     offsets = (request.to(tl.int64) * K + steps[:, None]) * num_blocks + blocks[None, :]
     offsets_mask = is_draft[:, None] & (blocks < num_blocks)[None, :]
-    temperature = tl.load(temperature_ptr + state).to(tl.float32)
+    temperature = tl.load(inputs.temperature_ptr + state).to(tl.float32)
     num_accepted = num_drafts
     best = tl.full([K_PADDED], -1, tl.int64)
     if temperature == 0.0:
@@ -91,26 +80,10 @@ def _accept_kernel(
         num_accepted = tl.min(tl.where(is_draft & (drafts != best), steps, num_drafts), axis=0)
     else:
         log_p, log_q, target_lse, draft_lse = log_ratios(
-            request,
-            state,
-            start,
-            temperature,
-            drafts,
-            valid,
-            target_logits_ptr,
-            target_stride,
-            draft_logits_ptr,
-            draft_stride_0,
-            draft_stride_1,
-            blocks_ptr,
-            num_reqs,
-            K,
-            num_blocks,
-            K_PADDED,
-            BLOCKS_PADDED,
+            inputs, blocks_ptr, request, state, start, temperature, drafts, valid, K_PADDED, BLOCKS_PADDED
         )
-        counters = tl.load(positions_ptr + start + steps, mask=is_draft, other=0).to(tl.int64)
-        seed = tl.load(seeds_ptr + state)
+        counters = tl.load(inputs.positions_ptr + start + steps, mask=is_draft, other=0).to(tl.int64)
+        seed = tl.load(inputs.seeds_ptr + state)
         if BLOCK_VERIFICATION:
             # Tests behind the accepted drafts count too, and their positions come again in the next round.
             seed = step_seed(seed, steps)
@@ -124,7 +97,7 @@ def _accept_kernel(
                 blocks_ptr + MASS * plane,
                 offsets + num_blocks,
                 (steps + 1 < num_drafts)[:, None] & (blocks < num_blocks)[None, :],
-                draft_logits_ptr is None,
+                inputs.draft_logits_ptr is None,
                 K_PADDED,
             )
             log_tau = tl.sum(tl.where(steps == num_accepted - 1, joint, 0.0), axis=0)
@@ -149,72 +122,64 @@ def _resample_kernel(
     sampled_ptr,
     num_sampled_ptr,
     refused_ptr,
-    local_score_ptr,  # [num_reqs, num_blocks] float32
-    local_token_ptr,  # [num_reqs, num_blocks] int32
+    local_score_ptr,  # [num_reqs, num_tiles] float32
+    local_token_ptr,  # [num_reqs, num_tiles] int32
     arrived_ptr,  # [num_reqs] int32, zero
-    target_logits_ptr,
-    target_stride,
-    draft_logits_ptr,
-    draft_stride_0,
-    draft_stride_1,
-    draft_sampled_ptr,
-    cu_num_logits_ptr,
-    idx_mapping_ptr,
-    temperature_ptr,
-    positions_ptr,
-    seeds_ptr,
-    vocab_size,
-    num_reqs,
-    K,
-    num_blocks,
-    BLOCKS_PADDED: tl.constexpr,
+    inputs,
+    num_tiles,
+    TILES_PADDED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    num_reqs = inputs.num_reqs
     request, block = tl.program_id(0), tl.program_id(1)
     num_accepted = tl.load(num_sampled_ptr + request) - 1
-    token_row = tl.load(cu_num_logits_ptr + request).to(tl.int64) + num_accepted
-    is_bonus = token_row == tl.load(cu_num_logits_ptr + request + 1) - 1
-    state = tl.load(idx_mapping_ptr + request).to(tl.int64)
-    temperature = tl.load(temperature_ptr + state).to(tl.float32)
+    token_row = tl.load(inputs.cu_num_logits_ptr + request).to(tl.int64) + num_accepted
+    is_bonus = token_row == tl.load(inputs.cu_num_logits_ptr + request + 1) - 1
+    state = tl.load(inputs.idx_mapping_ptr + request).to(tl.int64)
+    temperature = tl.load(inputs.temperature_ptr + state).to(tl.float32)
     if (temperature == 0.0) & (is_bonus == 0):
         return  # the argmax is in place
     columns = block * BLOCK + tl.arange(0, BLOCK)
-    mask = columns < vocab_size
-    row = target_logits_ptr + token_row * target_stride
+    mask = columns < inputs.vocab_size
+    row = inputs.target_logits_ptr + token_row * inputs.target_stride
     logits = tl.load(row + columns, mask=mask, other=float("-inf")).to(tl.float32)
     if temperature != 0.0:
         logits = logits / temperature
-        refused = tl.load(draft_sampled_ptr + token_row + 1, mask=is_bonus == 0, other=-1)
+        refused = tl.load(inputs.draft_sampled_ptr + token_row + 1, mask=is_bonus == 0, other=-1)
         if refused >= 0:
-            if draft_logits_ptr is not None:
+            if inputs.draft_logits_ptr is not None:
                 # log max(p - q, 0) = log p + log1p(-q / p)
                 log_p = logits - tl.load(refused_ptr + TARGET_LSE * num_reqs + request)
                 log_p += tl.load(refused_ptr + LOG_P * num_reqs + request)
-                row = draft_logits_ptr + state * draft_stride_0 + num_accepted.to(tl.int64) * draft_stride_1
+                row = (
+                    inputs.draft_logits_ptr
+                    + state * inputs.draft_stride_0
+                    + num_accepted.to(tl.int64) * inputs.draft_stride_1
+                )
                 log_q = tl.load(row + columns, mask=mask, other=float("-inf")).to(tl.float32) / temperature
                 log_q -= tl.load(refused_ptr + DRAFT_LSE * num_reqs + request)
                 ratio = tl.exp(log_q - log_p)
                 logits = tl.where(ratio < 1.0, log_p + _log1p(-ratio), float("-inf"))
             else:
                 logits = tl.where(columns == refused, float("-inf"), logits)
-        position = tl.load(positions_ptr + token_row).to(tl.int64)
-        noise = gumbel(tl.load(seeds_ptr + state), position, columns.to(tl.int64))
+        position = tl.load(inputs.positions_ptr + token_row).to(tl.int64)
+        noise = gumbel(tl.load(inputs.seeds_ptr + state), position, columns.to(tl.int64))
         logits = tl.where(mask, logits + noise, float("-inf"))
     score, index = finite_max(logits)
-    cell = request.to(tl.int64) * num_blocks
+    cell = request.to(tl.int64) * num_tiles
     tl.store(local_score_ptr + cell + block, score)
     tl.store(local_token_ptr + cell + block, block * BLOCK + index)
     # The stores above must be visible to the program that arrives last.
     tl.debug_barrier()
-    if tl.atomic_add(arrived_ptr + request, 1, sem="acq_rel", scope="gpu") == num_blocks - 1:
-        blocks = tl.arange(0, BLOCKS_PADDED)
+    if tl.atomic_add(arrived_ptr + request, 1, sem="acq_rel", scope="gpu") == num_tiles - 1:
+        tiles = tl.arange(0, TILES_PADDED)
         scores = tl.load(
-            local_score_ptr + cell + blocks, mask=blocks < num_blocks, other=float("-inf"), cache_modifier=".cg"
+            local_score_ptr + cell + tiles, mask=tiles < num_tiles, other=float("-inf"), cache_modifier=".cg"
         )
         winner = tl.argmax(scores, axis=0)
-        tokens = tl.load(local_token_ptr + cell + blocks, mask=blocks < num_blocks, other=0, cache_modifier=".cg")
-        token = tl.sum(tl.where(blocks == winner, tokens, 0), axis=0)
-        tl.store(sampled_ptr + request.to(tl.int64) * (K + 1) + num_accepted, token.to(tl.int64))
+        tokens = tl.load(local_token_ptr + cell + tiles, mask=tiles < num_tiles, other=0, cache_modifier=".cg")
+        token = tl.sum(tl.where(tiles == winner, tokens, 0), axis=0)
+        tl.store(sampled_ptr + request.to(tl.int64) * (inputs.K + 1) + num_accepted, token.to(tl.int64))
 
 
 def rejection(
@@ -230,7 +195,7 @@ def rejection(
     idx_mapping: torch.Tensor | None = None,
     block_verification: bool = False,
 ) -> Verified:
-    """Return the tokens the target emits; see `cpu.rejection.rejection`.
+    """Return the tokens the target emits; see `reference.rejection.rejection`.
 
     Raises:
         ValueError: no noise.
@@ -248,35 +213,20 @@ def rejection(
 
     verified = Verified(empty(num_reqs, K + 1, dtype=torch.int64), empty(num_reqs, dtype=torch.int32))
     draft_strides = draft_logits.stride()[:2] if draft_logits is not None else (0, 0)
-    logits = (target_logits, target_logits.stride(0), draft_logits, *draft_strides)
-    requests = (cu_num_logits, idx_mapping, temperature)
     num_blocks = triton.cdiv(vocab_size, STATISTICS_BLOCK)
     sizes = (num_reqs, K, num_blocks)
+    logits = target_logits, target_logits.stride(0), draft_logits, *draft_strides
+    requests = draft_sampled, cu_num_logits, idx_mapping, temperature, positions, seeds
+    inputs = Inputs(*logits, *requests, vocab_size, *sizes)
     blocks, argmax = empty(5, *sizes), empty(*sizes, dtype=torch.int32)
     arrived, refused = empty(num_reqs, dtype=torch.int32), empty(3, num_reqs)
     padded = {"K_PADDED": triton.next_power_of_2(K), "BLOCKS_PADDED": triton.next_power_of_2(num_blocks)}
     rows_and_blocks = (num_reqs * K, num_blocks)
-    statistics_kernel[rows_and_blocks](
-        *logits, *requests, blocks, argmax, arrived, vocab_size, *sizes, BLOCK=STATISTICS_BLOCK, num_warps=8
-    )
+    statistics_kernel[rows_and_blocks](inputs, blocks, argmax, arrived, BLOCK=STATISTICS_BLOCK, num_warps=8)
     if block_verification and draft_logits is not None:
-        mass_kernel[rows_and_blocks](
-            *logits, draft_sampled, *requests, blocks, vocab_size, *sizes, **padded, BLOCK=STATISTICS_BLOCK, num_warps=8
-        )
+        mass_kernel[rows_and_blocks](inputs, blocks, **padded, BLOCK=STATISTICS_BLOCK, num_warps=8)
     _accept_kernel[(num_reqs,)](
-        *verified,
-        refused,
-        *logits,
-        draft_sampled,
-        *requests,
-        positions,
-        seeds,
-        blocks,
-        argmax,
-        *sizes,
-        BLOCK_VERIFICATION=block_verification,
-        **padded,
-        num_warps=1,
+        *verified, refused, inputs, blocks, argmax, BLOCK_VERIFICATION=block_verification, **padded, num_warps=1
     )
     num_tiles = triton.cdiv(vocab_size, RESAMPLE_BLOCK)
     _resample_kernel[(num_reqs, num_tiles)](
@@ -285,16 +235,9 @@ def rejection(
         empty(num_reqs, num_tiles),
         empty(num_reqs, num_tiles, dtype=torch.int32),
         arrived,
-        *logits,
-        draft_sampled,
-        *requests,
-        positions,
-        seeds,
-        vocab_size,
-        num_reqs,
-        K,
+        inputs,
         num_tiles,
-        BLOCKS_PADDED=triton.next_power_of_2(num_tiles),
+        TILES_PADDED=triton.next_power_of_2(num_tiles),
         BLOCK=RESAMPLE_BLOCK,
         num_warps=4,
     )

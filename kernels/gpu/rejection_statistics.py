@@ -4,6 +4,9 @@
 the blocks of one request. `mass_kernel`, of the same grid, runs for block verification with full draft distributions.
 """
 
+from typing import NamedTuple
+
+import torch
 import triton
 import triton.language as tl
 
@@ -11,6 +14,37 @@ import triton.language as tl
 STATISTICS_BLOCK = 8192
 # Planes of the float32 workspace [5, num_reqs, K, blocks].
 TARGET_MAX, TARGET_SUM, DRAFT_MAX, DRAFT_SUM, MASS = (tl.constexpr(i) for i in range(5))
+
+
+class Inputs(NamedTuple):
+    """What all launches read; Triton takes it as one argument.
+
+    Attributes:
+        target_logits_ptr: [num_logits, vocab_size].
+        draft_logits_ptr: [max_num_reqs, K, vocab_size], or None.
+        draft_sampled_ptr: [num_logits], each row's input token.
+        cu_num_logits_ptr: [num_reqs + 1].
+        idx_mapping_ptr: [num_reqs].
+        temperature_ptr, seeds_ptr: [max_num_reqs].
+        positions_ptr: [num_logits].
+        num_blocks: of `STATISTICS_BLOCK` logits.
+    """
+
+    target_logits_ptr: torch.Tensor
+    target_stride: int
+    draft_logits_ptr: torch.Tensor | None
+    draft_stride_0: int
+    draft_stride_1: int
+    draft_sampled_ptr: torch.Tensor
+    cu_num_logits_ptr: torch.Tensor
+    idx_mapping_ptr: torch.Tensor
+    temperature_ptr: torch.Tensor
+    positions_ptr: torch.Tensor
+    seeds_ptr: torch.Tensor
+    vocab_size: int
+    num_reqs: int
+    K: int
+    num_blocks: int
 
 
 @triton.jit
@@ -26,37 +60,27 @@ def _sum_exp(logits, maximum):
 
 @triton.jit
 def statistics_kernel(
-    target_logits_ptr,  # [num_logits, vocab_size]
-    target_stride,
-    draft_logits_ptr,  # [max_num_reqs, K, vocab_size] or None
-    draft_stride_0,
-    draft_stride_1,
-    cu_num_logits_ptr,  # [num_reqs + 1]
-    idx_mapping_ptr,  # [num_reqs]
-    temperature_ptr,  # [max_num_reqs]
+    inputs,
     blocks_ptr,  # [5, num_reqs, K, num_blocks] float32
     argmax_ptr,  # [num_reqs, K, num_blocks] int32
     arrived_ptr,  # [num_reqs] int32, zeroed here for launch 3
-    vocab_size,
-    num_reqs,
-    K,
-    num_blocks,
     BLOCK: tl.constexpr,
 ):
+    K, num_blocks = inputs.K, inputs.num_blocks
     request, step = tl.program_id(0) // K, tl.program_id(0) % K
     block = tl.program_id(1)
     if (step == 0) & (block == 0):
         tl.store(arrived_ptr + request, 0)
-    start = tl.load(cu_num_logits_ptr + request).to(tl.int64)
-    if step >= tl.load(cu_num_logits_ptr + request + 1) - start - 1:
+    start = tl.load(inputs.cu_num_logits_ptr + request).to(tl.int64)
+    if step >= tl.load(inputs.cu_num_logits_ptr + request + 1) - start - 1:
         return
-    state = tl.load(idx_mapping_ptr + request).to(tl.int64)
-    temperature = tl.load(temperature_ptr + state).to(tl.float32)
+    state = tl.load(inputs.idx_mapping_ptr + request).to(tl.int64)
+    temperature = tl.load(inputs.temperature_ptr + state).to(tl.float32)
     columns = block * BLOCK + tl.arange(0, BLOCK)
-    mask = columns < vocab_size
+    mask = columns < inputs.vocab_size
     cell = tl.program_id(0).to(tl.int64) * num_blocks + block
-    plane = num_reqs * K * num_blocks
-    row = target_logits_ptr + (start + step) * target_stride
+    plane = inputs.num_reqs * K * num_blocks
+    row = inputs.target_logits_ptr + (start + step) * inputs.target_stride
     logits = tl.load(row + columns, mask=mask, other=float("-inf")).to(tl.float32)
     if temperature == 0.0:
         maximum, index = finite_max(logits)
@@ -67,8 +91,8 @@ def statistics_kernel(
         maximum, _ = finite_max(logits)
         tl.store(blocks_ptr + TARGET_MAX * plane + cell, maximum)
         tl.store(blocks_ptr + TARGET_SUM * plane + cell, _sum_exp(logits, maximum))
-        if draft_logits_ptr is not None:
-            row = draft_logits_ptr + state * draft_stride_0 + step * draft_stride_1
+        if inputs.draft_logits_ptr is not None:
+            row = inputs.draft_logits_ptr + state * inputs.draft_stride_0 + step * inputs.draft_stride_1
             logits = tl.load(row + columns, mask=mask, other=float("-inf")).to(tl.float32) / temperature
             maximum, _ = finite_max(logits)
             tl.store(blocks_ptr + DRAFT_MAX * plane + cell, maximum)
@@ -86,35 +110,29 @@ def _log_sum_exp(max_ptr, sum_ptr, offsets, mask):
 
 @triton.jit
 def log_ratios(
+    inputs,
+    blocks_ptr,
     request,
     state,
     start,
     temperature,
     drafts,  # [K_PADDED] int64
     valid,
-    target_logits_ptr,
-    target_stride,
-    draft_logits_ptr,
-    draft_stride_0,
-    draft_stride_1,
-    blocks_ptr,
-    num_reqs,
-    K,
-    num_blocks,
     K_PADDED: tl.constexpr,
     BLOCKS_PADDED: tl.constexpr,
 ):
     """([K_PADDED] log p of the drafts, log q, target's logsumexp, draft's) of one sampled request."""
+    K, num_blocks = inputs.K, inputs.num_blocks
     steps, blocks = tl.arange(0, K_PADDED), tl.arange(0, BLOCKS_PADDED)
-    plane = num_reqs * K * num_blocks
+    plane = inputs.num_reqs * K * num_blocks
     offsets = (request.to(tl.int64) * K + steps[:, None]) * num_blocks + blocks[None, :]
     mask = valid[:, None] & (blocks < num_blocks)[None, :]
     target_lse = _log_sum_exp(blocks_ptr + TARGET_MAX * plane, blocks_ptr + TARGET_SUM * plane, offsets, mask)
-    rows = target_logits_ptr + (start + steps) * target_stride
+    rows = inputs.target_logits_ptr + (start + steps) * inputs.target_stride
     log_p = tl.load(rows + drafts, mask=valid, other=0.0).to(tl.float32) / temperature - target_lse
-    if draft_logits_ptr is not None:
+    if inputs.draft_logits_ptr is not None:
         draft_lse = _log_sum_exp(blocks_ptr + DRAFT_MAX * plane, blocks_ptr + DRAFT_SUM * plane, offsets, mask)
-        rows = draft_logits_ptr + state * draft_stride_0 + steps.to(tl.int64) * draft_stride_1
+        rows = inputs.draft_logits_ptr + state * inputs.draft_stride_0 + steps.to(tl.int64) * inputs.draft_stride_1
         log_q = tl.load(rows + drafts, mask=valid, other=0.0).to(tl.float32) / temperature - draft_lse
     else:
         draft_lse = target_lse * 0.0
@@ -163,51 +181,24 @@ def load_drafts(draft_sampled_ptr, start, num_drafts, K_PADDED: tl.constexpr):
 
 @triton.jit
 def mass_kernel(
-    target_logits_ptr,
-    target_stride,
-    draft_logits_ptr,
-    draft_stride_0,
-    draft_stride_1,
-    draft_sampled_ptr,
-    cu_num_logits_ptr,
-    idx_mapping_ptr,
-    temperature_ptr,
+    inputs,
     blocks_ptr,
-    vocab_size,
-    num_reqs,
-    K,
-    num_blocks,
     K_PADDED: tl.constexpr,
     BLOCKS_PADDED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Write a block's share of sum max(p_i p - q, 0) at step i + 1, which decides about stopping at i."""
+    K, num_blocks = inputs.K, inputs.num_blocks
     request, step = tl.program_id(0) // K, tl.program_id(0) % K
-    start = tl.load(cu_num_logits_ptr + request).to(tl.int64)
-    num_drafts = tl.load(cu_num_logits_ptr + request + 1) - start - 1
-    state = tl.load(idx_mapping_ptr + request).to(tl.int64)
-    temperature = tl.load(temperature_ptr + state).to(tl.float32)
+    start = tl.load(inputs.cu_num_logits_ptr + request).to(tl.int64)
+    num_drafts = tl.load(inputs.cu_num_logits_ptr + request + 1) - start - 1
+    state = tl.load(inputs.idx_mapping_ptr + request).to(tl.int64)
+    temperature = tl.load(inputs.temperature_ptr + state).to(tl.float32)
     if (step == 0) | (step >= num_drafts) | (temperature == 0.0):
         return
-    drafts, valid = load_drafts(draft_sampled_ptr, start, num_drafts, K_PADDED)
+    drafts, valid = load_drafts(inputs.draft_sampled_ptr, start, num_drafts, K_PADDED)
     log_p, log_q, target_lse, draft_lse = log_ratios(
-        request,
-        state,
-        start,
-        temperature,
-        drafts,
-        valid,
-        target_logits_ptr,
-        target_stride,
-        draft_logits_ptr,
-        draft_stride_0,
-        draft_stride_1,
-        blocks_ptr,
-        num_reqs,
-        K,
-        num_blocks,
-        K_PADDED,
-        BLOCKS_PADDED,
+        inputs, blocks_ptr, request, state, start, temperature, drafts, valid, K_PADDED, BLOCKS_PADDED
     )
     steps = tl.arange(0, K_PADDED)
     joint = cumulative(log_p - log_q, valid, K_PADDED)
@@ -216,11 +207,11 @@ def mass_kernel(
     draft_shift = tl.sum(tl.where(steps == step, draft_lse, 0.0), axis=0)
     block = tl.program_id(1)
     columns = block * BLOCK + tl.arange(0, BLOCK)
-    mask = columns < vocab_size
-    row = target_logits_ptr + (start + step) * target_stride
+    mask = columns < inputs.vocab_size
+    row = inputs.target_logits_ptr + (start + step) * inputs.target_stride
     p = tl.exp(tl.load(row + columns, mask=mask, other=float("-inf")).to(tl.float32) / temperature + shift)
-    row = draft_logits_ptr + state * draft_stride_0 + step * draft_stride_1
+    row = inputs.draft_logits_ptr + state * inputs.draft_stride_0 + step * inputs.draft_stride_1
     q = tl.exp(tl.load(row + columns, mask=mask, other=float("-inf")).to(tl.float32) / temperature - draft_shift)
     cell = tl.program_id(0).to(tl.int64) * num_blocks + block
-    plane = num_reqs * K * num_blocks
+    plane = inputs.num_reqs * K * num_blocks
     tl.store(blocks_ptr + MASS * plane + cell, tl.sum(tl.maximum(p - q, 0.0), axis=0))

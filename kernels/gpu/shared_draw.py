@@ -97,7 +97,7 @@ def shared_draw(
     tokens: torch.Tensor,
     confidences: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the draft of every row and its confidence; see `cpu.shared_draw.shared_draw`."""
+    """Return the draft of every row and its confidence; see `reference.shared_draw.shared_draw`."""
     assert logits.stride(-1) == 1
     num_rows, vocab_size = logits.shape
     num_tiles = triton.cdiv(vocab_size, DRAW_BLOCK)

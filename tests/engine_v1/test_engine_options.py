@@ -209,15 +209,11 @@ def test_a_model_that_is_not_here_is_vllms_to_refuse(spec):
 
 @pytest.mark.feature("data parallel: state_file and trace_file", "one of each engine")
 def test_every_engine_has_files_of_its_own():
-    from vllm_eesd.config import EESDConfig
-    from vllm_eesd.host.round_setup import policy_args_of
+    from vllm_eesd.host.round_setup import own_file
 
-    args = {"state_file": "/tmp/a.b/state.json", "trace_file": "rounds", "exploration": 0.5}
-    config = SimpleNamespace(eesd=EESDConfig(policy_args=args), engine_index=0)
-    assert policy_args_of(config) == args
-    config.engine_index = 2
-    assert policy_args_of(config) == args | {"state_file": "/tmp/a.b/state.2.json", "trace_file": "rounds.2"}
-    assert policy_args_of(SimpleNamespace(eesd=EESDConfig(), engine_index=2)) == {}
+    assert [own_file(name, 0) for name in ("/tmp/a.b/state.json", "rounds")] == ["/tmp/a.b/state.json", "rounds"]
+    assert [own_file(name, 2) for name in ("/tmp/a.b/state.json", "rounds")] == ["/tmp/a.b/state.2.json", "rounds.2"]
+    assert own_file(None, 2) is None
 
 
 @pytest.mark.feature("data parallel: metrics", "a series of each engine")
@@ -236,8 +232,8 @@ def test_the_second_of_two_engines(engine, greedy, random_target, drafter_of, tm
 
     monkeypatch.setattr(EngineCore, "__init__", start_as_the_second)
     monkeypatch.setattr(metrics, "PUBLISH_EVERY_S", 0.02)
-    args = {"state_file": str(tmp_path / "state.json"), "trace_file": str(tmp_path / "rounds.jsonl")}
-    with engine(random_target, SPEC | {"policy_args": args}) as llm:
+    files = {"state_file": str(tmp_path / "state.json"), "trace_file": str(tmp_path / "rounds.jsonl")}
+    with engine(random_target, SPEC | files) as llm:
         greedy(llm, [[5, 17, 300]], max_tokens=8)
         drafter_of(llm).policy.save_state()
         deadline, rounds = time.monotonic() + 60, drafter_of(llm).stats.rounds

@@ -63,7 +63,7 @@ def served(engine, random_target, cloned_head, drafter_of, tmp_path_factory, exp
         "model": str(head),
         "num_speculative_tokens": 5,
         "policy": "beta_ts",
-        "policy_args": {"state_file": str(state_file)},
+        "state_file": str(state_file),
     }
     with engine(random_target, spec) as llm:
         yield llm, drafter_of(llm), Path(head), state_file

@@ -250,7 +250,7 @@ def test_the_round_trace_holds_what_was_emitted(engine, greedy, random_target, p
     from vllm_eesd.traces.read import read as read_rounds
 
     path = tmp_path / "rounds.jsonl"
-    spec = SPEC | {"exit_layer": 4, "policy": "confidence", "policy_args": {"trace_file": str(path)}}
+    spec = SPEC | {"exit_layer": 4, "policy": "confidence", "trace_file": str(path)}
     with engine(random_target, spec) as llm:
         answers = greedy(llm, prompts)
         (stats,) = llm.collective_rpc("eesd_stats")
@@ -273,6 +273,6 @@ def test_a_round_trace_that_cannot_be_written_is_refused_at_start(random_target)
     from vllm_eesd.host import plugin
 
     plugin.register()
-    spec = SPEC | {"exit_layer": 4, "policy_args": {"trace_file": "/nowhere/rounds.jsonl"}}
+    spec = SPEC | {"exit_layer": 4, "trace_file": "/nowhere/rounds.jsonl"}
     with pytest.raises(ValueError, match="trace_file=.* is not valid .No such file or directory.:"):
         EngineArgs(model=random_target, speculative_config=spec, skip_tokenizer_init=True).create_engine_config()

@@ -229,7 +229,7 @@ def test_state_of_the_old_weights_is_not_taken_up_again(
     engine, greedy, drafter_of, random_target, new_target, clone_of_the_new, prompts, tmp_path
 ):
     path = tmp_path / "state.json"
-    spec = clone_of_the_new | {"policy": "goodput", "policy_args": {"state_file": str(path)}}
+    spec = clone_of_the_new | {"policy": "goodput", "state_file": str(path)}
     with engine(random_target, spec) as llm:
         prior = drafter_of(llm).policy.posterior.state()
         greedy(llm, prompts)

@@ -112,7 +112,7 @@ def run(engine, greedy, random_target, prompts, directory, **options):
 @pytest.mark.parametrize(
     "options", [{"enforce_eager": False}, {"max_num_batched_tokens": 32}], ids=["compiled", "chunked"]
 )
-@pytest.mark.parametrize("head_type", ["transformer", "deep_context", "mlp"])
+@pytest.mark.parametrize("head_type", ["transformer", "deep_context"])
 def test_the_engine_drafts_what_training_computes(
     engine, greedy, random_target, make_head, prompts, head_type, options
 ):

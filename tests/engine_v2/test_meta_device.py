@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
-from vllm_eesd.kernels.cpu import draft_inputs as reference
+from vllm_eesd.kernels.reference import draft_inputs as reference
 
 MAX_REQS, K, NUM_REQS, HIDDEN_SIZE, VOCAB_SIZE = 4, 3, 3, 16, 32
 META = torch.device("meta")

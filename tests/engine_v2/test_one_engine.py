@@ -49,7 +49,7 @@ def prompts():
 def served(engine, random_target, cloned_head, tmp_path_factory):
     """(engine, its round trace's file), used by all tests of this module."""
     path = tmp_path_factory.mktemp("traces") / "rounds.jsonl"
-    spec = {"method": "eesd", "num_speculative_tokens": K, "policy": "fixed", "policy_args": {"trace_file": str(path)}}
+    spec = {"method": "eesd", "num_speculative_tokens": K, "policy": "fixed", "trace_file": str(path)}
     with engine(random_target, spec | {"model": cloned_head(random_target, 7, 7)}, **OPTIONS) as llm:
         yield llm, path
 

@@ -137,7 +137,7 @@ def generate(llm, prompts, temperatures=(0.0, 0.8, 0.0)):
 @pytest.fixture(scope="module")
 def llm(engine, random_target, cloned_head, tmp_path_factory):
     trace = {"trace_file": str(tmp_path_factory.mktemp("traces") / "rounds.jsonl")}
-    spec = SPEC | {"model": cloned_head(random_target, 5, 5), "policy_args": trace}
+    spec = SPEC | {"model": cloned_head(random_target, 5, 5)} | trace
     with engine(random_target, spec, **OPTIONS) as llm:
         yield llm
 

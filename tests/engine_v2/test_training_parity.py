@@ -34,7 +34,7 @@ def drafted_and_compared(engine, greedy, runner_of, target_directory, prompts, h
         reloaded: directory of a target whose weights are served instead, once the engine has started.
     """
     spec = {"method": "eesd", "num_speculative_tokens": K, "policy": "fixed", "model": head_directory}
-    with engine(target_directory, spec | {"policy_args": {"trace_file": str(trace)}}, **OPTIONS) as llm:
+    with engine(target_directory, spec | {"trace_file": str(trace)}, **OPTIONS) as llm:
         if reloaded is not None:
             policy = runner_of(llm).speculator.policy
             llm.collective_rpc("reload_weights", kwargs={"weights_path": reloaded})

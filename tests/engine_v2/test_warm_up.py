@@ -29,6 +29,8 @@ def kind_of(argument, constant):
     """What of a launch argument a compiled kernel depends on."""
     if argument is None or constant:
         return argument
+    if isinstance(argument, tuple):
+        return tuple(kind_of(one, False) for one in argument)
     if isinstance(argument, torch.Tensor):
         return argument.dtype, argument.data_ptr() % 16 == 0
     return "int64" if abs(argument) >= 2**31 else "int32", argument == 1, argument % 16 == 0

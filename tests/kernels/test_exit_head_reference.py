@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from vllm_eesd.kernels.cpu.exit_head import exit_head
+from vllm_eesd.kernels.reference.exit_head import exit_head
 
 # The logits come out of a float32 product over hidden_size.
 LOGIT_TOLERANCE = 2e-5
@@ -55,7 +55,7 @@ def test_logits_are_rounded_before_they_are_judged():
 @pytest.mark.parametrize("vocab_size", [1, 2, 130, 10922, 10923, 20000, 151937])
 def test_long_rows_are_reduced_as_short_ones(vocab_size):
     """Both sides of the two-level reductions' threshold, with ties, with the maximum in the last, short block."""
-    from vllm_eesd.kernels.cpu.row_reductions import row_argmax, row_choice
+    from vllm_eesd.kernels.reference.row_reductions import row_argmax, row_choice
 
     g = torch.Generator().manual_seed(0)
     values = torch.randint(-9, 9, (3, vocab_size), generator=g).float()

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from vllm_eesd.kernels.cpu.kv_fill import kv_fill
+from vllm_eesd.kernels.reference.kv_fill import kv_fill
 
 NUM_BLOCKS, BLOCK_SIZE, NUM_HEADS, HEAD_SIZE = 5, 4, 2, 8
 

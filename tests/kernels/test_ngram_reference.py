@@ -5,18 +5,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from vllm_eesd.kernels.cpu.ngram import find_ngrams, put_ngrams
+from vllm_eesd.kernels.reference.ngram import find_ngrams, put_ngrams
 
-from vllm_eesd.round import ngram
-from vllm_eesd.round.ngram import NgramDrafter
+from vllm_eesd.round.ngram import MAX_MATCH, MAX_SEARCHED, NgramDrafter
 
-K = 5
-
-
-def test_both_searches_have_the_same_bounds():
-    from vllm_eesd.kernels.cpu.ngram import MAX_MATCH, MAX_SEARCHED
-
-    assert (MAX_MATCH, MAX_SEARCHED) == (ngram.MAX_MATCH, ngram.MAX_SEARCHED)
+K, BOUNDS = 5, (MAX_MATCH, MAX_SEARCHED)
 
 
 def found_by(drafter, drafts, text, slot=1):
@@ -41,7 +34,7 @@ def test_finds_what_the_host_finds_and_judges_it(text, steps):
         text = [*text, *emitted]
         texts, num_tokens = found_by(drafter, drafts, text)
         sampled = torch.tensor([num_sampled], dtype=torch.int32)
-        counts = find_ngrams(texts, num_tokens, torch.tensor([1]), sampled, drafts)[0].tolist()
+        counts = find_ngrams(texts, num_tokens, torch.tensor([1]), sampled, drafts, *BOUNDS)[0].tolist()
         assert counts[0] == num_sampled and counts[2] == drafter.matched[1]
         assert drafts[1].tolist() == (drafter.tokens[1].tolist() if counts[2] else [-1] * K)
         if last is not None:
@@ -53,7 +46,8 @@ def test_finds_what_the_host_finds_and_judges_it(text, steps):
 def test_rows_without_a_request_or_a_token_change_nothing():
     texts, num_tokens = torch.zeros(2, 8, dtype=torch.int32), torch.full((2,), 8, dtype=torch.int32)
     drafts = torch.full((2, K), 7)
-    found = find_ngrams(texts, num_tokens, torch.tensor([-1, 1]), torch.tensor([1, 0], dtype=torch.int32), drafts)
+    num_sampled = torch.tensor([1, 0], dtype=torch.int32)
+    found = find_ngrams(texts, num_tokens, torch.tensor([-1, 1]), num_sampled, drafts, *BOUNDS)
     assert found.tolist() == [[1, 0, 0], [0, 0, 0]] and (drafts == 7).all()
 
 

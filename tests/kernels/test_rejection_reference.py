@@ -5,8 +5,8 @@ import sys
 
 import pytest
 import torch
-from vllm_eesd.kernels.cpu import rejection as reference
-from vllm_eesd.kernels.cpu.rejection import rejection
+from vllm_eesd.kernels.reference import rejection as reference
+from vllm_eesd.kernels.reference.rejection import rejection
 
 
 def call(batch, num_speculative_tokens=None, **arguments):

@@ -8,8 +8,8 @@ import itertools
 
 import pytest
 import torch
-from vllm_eesd.kernels.cpu import noise
-from vllm_eesd.kernels.cpu import rejection as reference
+from vllm_eesd.kernels.reference import noise
+from vllm_eesd.kernels.reference import rejection as reference
 
 VOCAB_SIZE, NUM_TOKENS, K, NUM_SAMPLES = 4, 4, 3, 60_000
 #: What vLLM adds to a position where it draws drafts.

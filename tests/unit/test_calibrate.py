@@ -38,7 +38,7 @@ FLOAT32_TOLERANCE = 1e-5
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.fixture(params=["headless", "mlp", "transformer", "deep_context", "mlp, pruned"])
+@pytest.fixture(params=["headless", "transformer", "deep_context", "transformer, pruned"])
 def head_dir(request, model_dir, tmp_path):
     """A head somewhat like the target's layers 2 and 3, so that some drafts are accepted."""
     target = load_target(str(model_dir), 3, "cpu")

@@ -18,7 +18,6 @@ MINIMAL = {
     "vllm_eesd.distill.run": ["distill", "M", "--exit-layer", "2", "--data", "a.txt", "b.py", "-o", "H"],
     "vllm_eesd.simulate.run": ["simulate", "a.jsonl.gz", "b.jsonl"],
     "vllm_eesd.distill.calibrate": ["calibrate", "M", "H", "--data", "a.txt"],
-    "vllm_eesd.distill.import_head": ["import", "M", "C", "-o", "H"],
     "vllm_eesd.distill.probe": ["probe", "M"],
     "vllm_eesd.bench.trace": ["trace", "--model", "M", "--prompt", "P", "-o", "trace.html"],
     "vllm_eesd.bench.top": ["top", "--url", "http://127.0.0.1:8000"],

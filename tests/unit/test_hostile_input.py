@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from vllm_eesd.bench.prompts import read_prompts
 from vllm_eesd.bench.scrape import between, parse
-from vllm_eesd.config import MAX_SPECULATIVE_TOKENS, EESDConfig
+from vllm_eesd.config import MAX_SPECULATIVE_TOKENS, EESDConfig, check_state_file, check_trace_file
 from vllm_eesd.distill.data import _jsonl_texts
 from vllm_eesd.exit_head.checkpoint import MAX_HEADER_BYTES, ExitHeadConfig, Verifier, read_tensors, write_head
 from vllm_eesd.exit_head.shapes import expected_shapes
@@ -97,7 +97,9 @@ SPEC = {
     "exit_layer": 2,
     "num_speculative_tokens": 4,
     "policy": "goodput",
-    "policy_args": {"probe_budget": 0.01, "prior_key": "lora", "state_file": "state.json"},
+    "policy_args": {"probe_budget": 0.01, "prior_key": "lora"},
+    "state_file": "state.json",
+    "trace_file": "rounds.jsonl",
     "seed": 0,
 }
 
@@ -109,6 +111,8 @@ def test_speculative_config(refused_or_fine, spec):
         return  # not asked for EESD
     with refused_or_fine("speculative config"):
         config = EESDConfig.parse(spec)
+        check_state_file(config.state_file)
+        check_trace_file(config.trace_file)
         policy = build_policy(config.policy, BetaPosterior(2), config.seed, config.policy_args)
         assert 1 <= (config.num_speculative_tokens or 1) <= MAX_SPECULATIVE_TOKENS
         assert np.isfinite(policy.posterior.parameters(np.arange(2))).all()

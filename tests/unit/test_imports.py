@@ -14,7 +14,7 @@ CORE |= {"request_options", "flags", "embedded", "provenance", "conversations", 
 # Part -> parts of this package that it may import, besides itself and the bare package (its version).
 ALLOWED_PARTS = {
     "__init__": {"config"},
-    "config": set(),
+    "config": {"policy_args"},
     "conversations": set(),
     "files": set(),
     "embedded": set(),
@@ -22,7 +22,7 @@ ALLOWED_PARTS = {
     "gguf_llama": set(),
     "public_model": {"embedded", "files", "gguf_llama"},
     "kernels": set(),
-    "policy_args": {"config"},
+    "policy_args": set(),
     "provenance": set(),
     "policy": {"config", "files", "policy_args"},
     "round": {"config", "files", "policy", "request_options"},

@@ -6,6 +6,8 @@ import time
 
 import pytest
 
+from vllm_eesd.files import replacing
+
 metrics = pytest.importorskip("vllm_eesd.host.metrics")
 
 
@@ -48,6 +50,15 @@ def test_what_a_worker_counts_is_at_the_registry(published):
     assert read['eesd:decode_seconds_total{engine="7"}'] == 0.5 and read['eesd:plain_seconds_total{engine="7"}'] == 0.75
     assert [read[f'eesd:draft_length_rounds_total{{engine="7",length="{n}"}}'] for n in range(4)] == [1, 0, 1, 0]
     assert os.stat(directory).st_mode & 0o077 == 0
+
+
+def test_a_file_that_is_being_written_is_not_read(published):
+    directory, stats, _ = published
+    with pytest.raises(KeyboardInterrupt), replacing(f"{directory}/8.json") as unfinished:
+        unfinished.write_text("{")
+        stats.count("a", [1, 2], [1, 5])
+        until(lambda: samples().get('eesd:rounds_total{engine="7"}') == 1)
+        raise KeyboardInterrupt
 
 
 def test_faults_and_the_open_breaker_are_at_the_registry(published, monkeypatch):

@@ -31,7 +31,7 @@ def test_kernels_are_part_of_the_package():
     import vllm_eesd.kernels
 
     assert Path(vllm_eesd.kernels.__file__).parent.name == "kernels"
-    for name in ("cpu.rejection", "gpu.rejection"):
+    for name in ("reference.rejection", "gpu.rejection"):
         assert importlib.util.find_spec(f"vllm_eesd.kernels.{name}") is not None
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from outcomes import outcome
 
-from vllm_eesd.policy import DRAWN, GREEDY, SHARED_NOISE, BetaPosterior, build_policy
+from vllm_eesd.policy import DRAWN, GREEDY, POLICIES, SHARED_NOISE, BetaPosterior, build_policy
 from vllm_eesd.policy.posterior import MAX_PRIOR_KEYS
 
 SLOTS = np.arange(4)
@@ -65,9 +65,15 @@ def test_policies_and_their_arguments_are_checked():
         match="policy='greedy' is not valid: choose one of adaedl, beta_ts, .*, fixed, goodput$",
     ):
         build_policy("greedy", BetaPosterior(1), 0, {})
-    allowed = "prior_key, state_file, trace_file"
-    with pytest.raises(ValueError, match=f"unknown key 'threshold' for policy 'fixed'; allowed: {allowed}"):
+    with pytest.raises(ValueError, match="unknown key 'threshold' for policy 'fixed'; allowed: prior_key$"):
         build_policy("fixed", BetaPosterior(1), 0, {"threshold": 0.5})
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_its_entry_says_whether_a_policy_takes_ngrams(name):
+    assert build_policy(name, BetaPosterior(1), 0, {}).uses_ngrams == POLICIES[name].takes_ngrams
+    if POLICIES[name].takes_ngrams:
+        assert not build_policy(name, BetaPosterior(1), 0, {"ngram": False}).uses_ngrams
 
 
 def test_metrics_say_what_is_believed_and_change_nothing():

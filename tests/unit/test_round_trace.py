@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from outcomes import outcome
 
-from vllm_eesd.policy import BetaPosterior, CostModel, build_policy
-from vllm_eesd.policy_args import check_trace_file
+from vllm_eesd.config import EESDConfig, check_trace_file
+from vllm_eesd.policy import POLICIES, BetaPosterior, CostModel, build_policy
+from vllm_eesd.request_options import RequestOptions
 from vllm_eesd.traces import rounds as round_trace
 from vllm_eesd.traces.read import read as read_rounds
 from vllm_eesd.traces.rounds import Drafts, Judged, RoundTrace, Verdict
@@ -151,7 +152,7 @@ def test_a_disk_that_fails_ends_the_writing_only(tmp_path, policy, log_lines):
 
 @pytest.mark.parametrize("value", ["", 3, "/nowhere/at/all.jsonl", "/", "a\0b", {}])
 def test_a_path_that_cannot_be_written_is_one_line(value):
-    with pytest.raises(ValueError, match=r"policy_args\.trace_file=.* is not valid \(.*\): must name") as error:
+    with pytest.raises(ValueError, match=r"eesd: trace_file=.* is not valid \(.*\): must name") as error:
         check_trace_file(value)
     assert "\n" not in str(error.value)
 
@@ -165,11 +166,13 @@ def test_a_new_file_is_its_owners_alone(tmp_path):
     assert stat.S_IMODE((tmp_path / "rounds.jsonl").stat().st_mode) == 0o600
 
 
-def test_every_policy_takes_it_and_no_request_can(tmp_path):
-    from vllm_eesd.policy import POLICIES
-    from vllm_eesd.request_options import RequestOptions
-
+@pytest.mark.parametrize("field", ["state_file", "trace_file"])
+def test_files_are_fields_and_no_settings_of_a_policy(tmp_path, field):
+    path = str(tmp_path / "file.jsonl")
+    assert getattr(EESDConfig.parse({"method": "eesd", field: path}), field) == path
     for name in POLICIES:
-        build_policy(name, BetaPosterior(1), 0, {"trace_file": str(tmp_path / "rounds.jsonl")})
+        with pytest.raises(ValueError, match=f"policy_args.{field} is not valid: {field} is a field beside") as error:
+            build_policy(name, BetaPosterior(1), 0, {field: path})
+        assert "\n" not in str(error.value)
     with pytest.raises(ValueError):
-        RequestOptions.parse({"eesd_trace_file": json.dumps(str(tmp_path))})
+        RequestOptions.parse({f"eesd_{field}": json.dumps(path)})

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from vllm_eesd.kernels.cpu.rejection import rejection
+from vllm_eesd.kernels.reference.rejection import rejection
 
 from vllm_eesd.host.v1.batch import V1Step
 from vllm_eesd.host.v1.block_verification import Proposals, choose, verify_blocks

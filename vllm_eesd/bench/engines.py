@@ -22,6 +22,7 @@ from vllm_eesd.bench.prompts import Prompt
 from vllm_eesd.bench.vllm_engine import VllmEngine
 from vllm_eesd.config import EESDConfig
 from vllm_eesd.conversations import has_template, prompt_ids, read_chat_template, single_bos
+from vllm_eesd.policy_args import POLICIES
 from vllm_eesd.provenance import kept_out_by, num_cores, versions
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ class EngineSettings:
         num_speculative_tokens: eesd's longest draft; None is its own default.
         policy: eesd's draft-length policy.
         seed: vLLM's seed.
-        policy_args: eesd's.
+        policy_args, trace_file: eesd's.
         exit_layer: draft headless from this layer of the target instead of with a head.
         peers: directory of the trained peers' models, draft_model/ and eagle/; None takes peers/ in the target's.
         temperature: of every request, 0 to 2; sampled outputs differ from method to method and are not compared.
@@ -77,6 +78,7 @@ class EngineSettings:
     policy: str = "goodput"
     seed: int = 0
     policy_args: Mapping[str, Any] = field(default_factory=dict)
+    trace_file: str | None = None
     exit_layer: int | None = None
     peers: str | None = None
     temperature: float = 0.0
@@ -112,6 +114,7 @@ class EngineSettings:
         if self.num_speculative_tokens is not None:
             config["num_speculative_tokens"] = self.num_speculative_tokens
         config |= {"policy_args": dict(self.policy_args)} if self.policy_args else {}
+        config |= {"trace_file": self.trace_file} if self.trace_file else {}
         config |= {"exit_layer": self.exit_layer} if self.exit_layer else {}
         return config | ({"model": self.head} if self.head else {})
 
@@ -122,7 +125,7 @@ class EngineSettings:
             settings = self
             if name == FIXED:
                 settings = replace(self, policy="fixed", policy_args={}, num_speculative_tokens=length)
-            elif name == "eesd-head" and self.policy == "goodput":  # no other policy copies anything
+            elif name == "eesd-head" and POLICIES[self.policy].takes_ngrams:
                 settings = replace(self, policy_args={**self.policy_args, "ngram": False})
             config = settings.eesd_config()
             config |= {"unseeded_verification": VERIFIED_BY[name]} if name in VERIFIED_BY else {}

@@ -113,7 +113,7 @@ def _generate(
     """Return the greedy completion's tokens and its rounds."""
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "rounds.jsonl"
-        settings = replace(settings, policy_args={"trace_file": str(path)})
+        settings = replace(settings, trace_file=str(path))
         with running_engines(["eesd"], settings, max_model_len, progress) as engines:
             progress("warming up")
             engines["eesd"].generate([prompt], min(WARM_UP_TOKENS, max_tokens), ignore_eos=False)

@@ -8,6 +8,7 @@ from typing import Annotated, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from vllm_eesd.config import MAX_HEAD_LAYERS
+from vllm_eesd.exit_head.types import DEEP_CONTEXT, HEAD_TYPES, TRAINED, HeadType
 
 #: Of a deep-context head. At the same draft cost, N = 1 with two beats N = 2 with one (KL 0.220 and 0.295 after 33
 #: million tokens, embedded model).
@@ -59,7 +60,7 @@ class TrainConfig(BaseModel):
         allow_inf_nan=False,
         description="in a deep_context head's loss the token at place k of a draft weighs exp(-k / D); 0: all alike",
     )
-    head_type: Literal["transformer", "deep_context", "mlp"] = Field("deep_context", description="what the head is")
+    head_type: Literal[tuple(TRAINED)] = Field(DEEP_CONTEXT.name, description="what the head is")
     head_layers: int | None = Field(
         None,
         ge=1,
@@ -90,6 +91,11 @@ class TrainConfig(BaseModel):
     compile: bool = Field(
         False, description="compile the head for rows of seq_len: half a minute to start, then a third less time in it"
     )
+
+    @property
+    def kind(self) -> HeadType:
+        """The type of the head."""
+        return HEAD_TYPES[self.head_type]
 
     @property
     def last_step(self) -> float:

@@ -1,4 +1,4 @@
-"""The flags of `eesd probe`, `eesd distill`, `eesd calibrate` and `eesd import`."""
+"""The flags of `eesd probe`, `eesd distill` and `eesd calibrate`."""
 
 from __future__ import annotations
 
@@ -117,13 +117,3 @@ def calibrate(parser: argparse.ArgumentParser) -> None:
         "--seq-len", type=positive, default=256, metavar="T", help="tokens a sequence, a quarter read (default 256)"
     )
     parser.add_argument("--json", metavar="OUT", help="write what was measured")
-
-
-def import_head(parser: argparse.ArgumentParser) -> None:
-    """Flags of `vllm_eesd.distill.import_head`."""
-    parser.add_argument("model", metavar="MODEL", help="target it was trained for: a directory or a Hub id")
-    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="directory with config.json and .safetensors")
-    parser.add_argument("-o", "--output", required=True, metavar="HEAD", help="directory to write the head to")
-    parser.add_argument("--exit-layer", type=positive, metavar="N", help="where the checkpoint does not say")
-    parser.add_argument("--format", choices=["auto", "balcony", "kangaroo"], default="auto", help="(default auto)")
-    parser.add_argument("--json", metavar="OUT", help="write what was done")

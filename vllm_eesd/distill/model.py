@@ -18,14 +18,15 @@ from vllm_eesd.distill.target import Rotary, Target
 from vllm_eesd.distill.vocabulary import restrict
 from vllm_eesd.exit_head.checkpoint import ExitHeadConfig, Prior, read_tensors
 from vllm_eesd.exit_head.draft_vocabulary import D2T_NAME, token_ids_of
+from vllm_eesd.exit_head.types import DEEP_CONTEXT, HEADLESS, TRANSFORMER
 
 
 class ExitHead(nn.Module):
     """One decoder layer of the target's own kind and its RMSNorm; state_dict has the checkpoint's tensor names."""
 
-    head_type = "transformer"
+    kind = TRANSFORMER
 
-    def __init__(self, layers: Sequence[nn.Module], norm: nn.Module) -> None:
+    def __init__(self, layers: Sequence[nn.Module], norm: nn.Module, num_aux: int = 0) -> None:
         """Take the one of `layers` over, a copy of the target's; `norm` is copied."""
         super().__init__()
         (self.layer,) = layers
@@ -44,29 +45,12 @@ class ExitHead(nn.Module):
         return self.norm(self.layer(exit_hidden, attention_mask=None, position_embeddings=rotary))
 
 
-class MlpHead(nn.Module):
-    """Norm, the MLP of a decoder layer with its residual, RMSNorm: no attention, so no KV to fill."""
-
-    head_type = "mlp"
-
-    def __init__(self, layers: Sequence[nn.Module], norm: nn.Module) -> None:
-        super().__init__()
-        (layer,) = layers
-        self.input_norm, self.mlp = layer.post_attention_layernorm, layer.mlp
-        self.norm = copy.deepcopy(norm).requires_grad_(True)
-        self._share = getattr(layer, "residual_multiplier", 1.0)  # Granite has one
-
-    def forward(self, exit_hidden: Tensor, target_hidden: Tensor, rotary: Rotary, block_starts: Tensor) -> Tensor:
-        """Return the normed hidden state; see `ExitHead.forward`."""
-        return self.norm(exit_hidden + self.mlp(self.input_norm(exit_hidden)) * self._share)
-
-
 class HeadlessHead(nn.Module):
     """The target's own final norm: nothing trained."""
 
-    head_type = "headless"
+    kind = HEADLESS
 
-    def __init__(self, layers: Sequence[nn.Module], norm: nn.Module) -> None:
+    def __init__(self, layers: Sequence[nn.Module], norm: nn.Module, num_aux: int = 0) -> None:
         super().__init__()
         self._norm = (norm,)  # a tuple hides the target's weights from this module's
 
@@ -158,7 +142,7 @@ class DeepContextHead(DeepLayer):
     values come from its own input. (EAGLE-3 reads several layers too: arXiv 2503.01840, section 3.)
     """
 
-    head_type = "deep_context"
+    kind = DEEP_CONTEXT
 
     def __init__(self, layers: Sequence[nn.Module], norm: nn.Module, num_aux: int = 0) -> None:
         """Take `layers` over, copies of the target's, run in this order; `norm` is copied."""
@@ -202,7 +186,7 @@ def _heads(projected: Tensor, head_dim: int, norm: nn.Module | None = None) -> T
     return (heads if norm is None else norm(heads)).transpose(1, 2)
 
 
-HEAD_CLASSES = {head.head_type: head for head in (HeadlessHead, ExitHead, DeepContextHead, MlpHead)}
+HEAD_CLASSES = {head.kind.name: head for head in (HeadlessHead, ExitHead, DeepContextHead)}
 
 
 def _plain_layer(layer: nn.Module, config: Any) -> nn.Module:
@@ -214,7 +198,7 @@ def _plain_layer(layer: nn.Module, config: Any) -> nn.Module:
     return plain.float().requires_grad_(True)
 
 
-def new_head(target: Target, init: str, head_type: str = "deep_context", head_layers: int = 1) -> nn.Module:
+def new_head(target: Target, init: str, head_type: str = DEEP_CONTEXT.name, head_layers: int = 1) -> nn.Module:
     """Return a head that starts from the target's final norm and its `last` or `exit` layers, or from a head.
 
     Args:
@@ -227,8 +211,7 @@ def new_head(target: Target, init: str, head_type: str = "deep_context", head_la
     decoder = target.model.model
     first = min(target.exit_layer if init == "exit" else math.inf, len(decoder.layers) - head_layers)
     layers = [_plain_layer(layer, target.config) for layer in decoder.layers[first : first + head_layers]]
-    aux = {"num_aux": len(target.aux_layers)} if head_type == "deep_context" else {}
-    head = HEAD_CLASSES[head_type](layers, decoder.norm, **aux)
+    head = HEAD_CLASSES[head_type](layers, decoder.norm, len(target.aux_layers))
     if init not in ("last", "exit"):
         config = ExitHeadConfig.load(init)
         config.check_target(target.config)

@@ -226,12 +226,12 @@ def _head_layers(config: DistillConfig, target: Target) -> int:
         return config.head_layers
     if config.init_head is not None:
         return ExitHeadConfig.load(config.init_head).head_layers
-    return min(DEFAULT_HEAD_LAYERS, target.config.num_hidden_layers) if config.head_type == "deep_context" else 1
+    return min(DEFAULT_HEAD_LAYERS, config.kind.max_layers, target.config.num_hidden_layers)
 
 
 def _aux_layers(config: DistillConfig, target: Target) -> list[int]:
     """Return the layers that the head reads beside N."""
-    if config.aux_layers is not None or config.head_type != "deep_context":
+    if config.aux_layers is not None or not config.kind.reads_target_output:
         return config.aux_layers or []
     if config.init_head is not None:
         return ExitHeadConfig.load(config.init_head).aux_layers

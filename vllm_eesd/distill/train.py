@@ -227,7 +227,7 @@ def random_block_starts(seq_len: int, seed: tuple[int, ...]) -> Tensor:
 def _loss_of(target: Target, head: nn.Module, config: TrainConfig, device: str) -> Callable[..., Tensor]:
     """Return the loss of (exit states, output, rotary, ids, block starts, weights); see `Target.forward`, `Batch`."""
     loss, on_text = build_loss(config.loss, config.jsd_beta), config.loss == "ce_text"
-    knows_places = head.head_type == "deep_context" and config.position_decay > 0
+    knows_places = head.kind.reads_target_output and config.position_decay > 0
     decay = config.position_decay if knows_places else math.inf
     weight, bias = target.lm_head.weight, target.lm_head.bias
     if (token_ids := draft_token_ids(head)) is not None:

@@ -50,11 +50,9 @@ def read_tensors(directory: str | os.PathLike) -> dict[str, torch.Tensor]:
     """
     config = ExitHeadConfig.load(directory)
     path = Path(directory) / WEIGHTS_NAME
-    if config.head_type == "headless":
+    if not config.kind.has_kv:
         if path.exists():
-            raise ValueError(
-                f"{path}: head_type is 'headless', which has no weights; remove the file or use 'transformer'"
-            )
+            raise ValueError(f"{path}: head_type is {config.head_type!r}, which has no weights; remove the file")
         return {}
     _check_weights_file(path)
     expected = expected_shapes(config)

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from vllm_eesd.config import MAX_HEAD_LAYERS
 from vllm_eesd.exit_head.shapes import expected_shapes
+from vllm_eesd.exit_head.types import HEAD_TYPES, HeadType
 from vllm_eesd.files import replacing
 
 CONFIG_NAME = "config.json"
@@ -75,9 +76,8 @@ class ExitHeadConfig(BaseModel):
         exit_layer: N; the head reads the hidden state entering target layer N. 0 < N < number of layers;
             headless heads may also use N = number of layers (the whole target, for self-tests), deep-context heads
             N = 0 (the embedding).
-        head_type: `headless` (the target's final norm), `transformer` (one decoder layer and an RMSNorm),
-            `deep_context` (the same, seeing verified tokens through hidden states of the whole target) or `mlp` (norm,
-            MLP with residual, RMSNorm; no KV).
+        head_type: `headless` (the target's final norm), `transformer` (one decoder layer and an RMSNorm)
+            or `deep_context` (the same, seeing verified tokens through hidden states of the whole target).
         head_layers: M, its decoder layers; more than one only where all of them are filled from the target's last
             hidden state, `deep_context`.
         aux_layers: auxiliary layers of the target, in rising order: what enters them a `deep_context` head sees
@@ -91,7 +91,7 @@ class ExitHeadConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     exit_layer: int
-    head_type: Literal["headless", "transformer", "deep_context", "mlp"]
+    head_type: Literal[tuple(HEAD_TYPES)]
     head_layers: int = Field(1, ge=1, le=MAX_HEAD_LAYERS)
     aux_layers: list[int] = Field([], max_length=MAX_AUX_LAYERS)
     verifier: Verifier
@@ -101,28 +101,39 @@ class ExitHeadConfig(BaseModel):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        headless, size, vocab_size = self.head_type == "headless", self.draft_vocab_size, self.verifier.vocab_size
-        first, last = int(self.head_type != "deep_context"), self.verifier.num_hidden_layers - (not headless)
+        kind, num_layers = self.kind, self.verifier.num_hidden_layers
+        size, vocab_size = self.draft_vocab_size, self.verifier.vocab_size
+        first, last = kind.first_exit_layer, kind.last_exit_layer(num_layers)
         if not first <= self.exit_layer <= last:
             raise ValueError(f"exit_layer is {self.exit_layer}, must be {first} to {last} for a {self.head_type} head")
-        most = self.verifier.num_hidden_layers if self.head_type == "deep_context" else 1
+        most = min(kind.max_layers, num_layers)
         if self.head_layers > most:
             raise ValueError(f"head_layers is {self.head_layers}, must be 1 to {most} for a {self.head_type} head")
-        if self.aux_layers and self.head_type != "deep_context":
+        if self.aux_layers and not kind.reads_target_output:
             raise ValueError(f"aux_layers is {self.aux_layers}, must be empty for a {self.head_type} head")
-        others = sorted({*range(self.verifier.num_hidden_layers)} - {self.exit_layer})
+        others = sorted({*range(num_layers)} - {self.exit_layer})
         if self.aux_layers != [layer for layer in others if layer in self.aux_layers]:
             raise ValueError(
                 f"aux_layers is {self.aux_layers}, must be layers of the target in rising order, without exit_layer"
             )
-        if size is not None and headless:
-            raise ValueError(f"draft_vocab_size is {size}, must be null for a headless head: it has no tensors")
+        if size is not None and not kind.has_kv:
+            raise ValueError(f"draft_vocab_size is {size}, must be null for a {self.head_type} head: it has no tensors")
         if size is not None and not 1 <= size < vocab_size:
             raise ValueError(
                 f"draft_vocab_size is {size}, must be 1 to {vocab_size - 1}, or null: all {vocab_size} tokens"
             )
         expected_shapes(self)  # refuses a layer config that lacks or contradicts a size
         return self
+
+    @property
+    def kind(self) -> HeadType:
+        """What heads of its type have in common."""
+        return HEAD_TYPES[self.head_type]
+
+    @property
+    def own_layers(self) -> int:
+        """How many decoder layers a draft step runs beyond the target's first N."""
+        return self.head_layers if self.kind.has_kv else 0
 
     @classmethod
     def load(cls, directory: str | os.PathLike) -> Self:
@@ -176,7 +187,7 @@ class ExitHeadConfig(BaseModel):
                 f"the target {architectures[0]!r}; {advice}"
             )
         pairs = [(field, getattr(self.verifier, field)) for field in ("hidden_size", "num_hidden_layers", "vocab_size")]
-        if self.head_type != "headless":
+        if self.kind.has_kv:
             pairs += [(field, self.transformer_layer_config.get(field)) for field in LAYER_FIELDS]
         for field, ours in pairs:
             theirs = getattr(hf_text_config, field, None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 from vllm_eesd.exit_head.draft_vocabulary import D2T_NAME
+from vllm_eesd.exit_head.types import HeadType
 
 # Projections of a decoder layer's attention that have biases, and norms it has beyond the Llama set, per model_type; a
 # model_type missing here is refused.
@@ -17,7 +18,7 @@ EXPERT_TYPES = {"qwen3_moe"}
 class Head(Protocol):
     """What shapes depend on, of `vllm_eesd.exit_head.config.ExitHeadConfig`."""
 
-    head_type: str
+    kind: HeadType
     head_layers: int
     aux_layers: list[int]
     verifier: Any
@@ -31,7 +32,7 @@ def expected_shapes(config: Head) -> dict[str, tuple[int, ...]]:
     Raises:
         ValueError: transformer_layer_config lacks a size, contradicts the verifier, or is of an unknown model_type.
     """
-    if config.head_type == "headless":
+    if not config.kind.has_kv:
         return {}
     layer = config.transformer_layer_config
     model_type = layer.get("model_type")
@@ -43,33 +44,30 @@ def expected_shapes(config: Head) -> dict[str, tuple[int, ...]]:
         raise ValueError(
             f"transformer_layer_config.hidden_size is {hidden}, verifier.hidden_size {config.verifier.hidden_size}"
         )
-    if config.head_type == "mlp" and model_type in EXPERT_TYPES:
-        raise ValueError(
-            f"head_type is 'mlp', must be 'transformer' or 'deep_context' for a {model_type} target, "
-            "whose layers have experts"
-        )
     shapes = _expert_shapes(layer, hidden) if model_type in EXPERT_TYPES else _mlp_shapes(layer, hidden)
-    if config.head_type == "mlp":
-        shapes["input_norm.weight"] = (hidden,)
-    else:
-        shapes |= _attention_shapes(layer, hidden)
-        shapes |= {"input_layernorm.weight": (hidden,), "post_attention_layernorm.weight": (hidden,)}
-        shapes = {f"layer.{name}": shape for name, shape in shapes.items()}
-    if config.head_type == "deep_context":
-        read_again = ("layer.self_attn.k_proj.", "layer.self_attn.v_proj.")
-        # A bias has one dimension; a weight reads two hidden states, and the auxiliary ones, side by side.
-        read = 2 + len(config.aux_layers)
-        shapes |= {
-            name.replace("layer.self_attn", "deep"): (shape[0], *(read * size for size in shape[1:]))
-            for name, shape in shapes.items()
-            if name.startswith(read_again)
-        }
-        upper = range(config.head_layers - 1)
-        shapes |= {f"upper.{index}.{name}": shape for name, shape in list(shapes.items()) for index in upper}
-        shapes["deep.inject.weight"] = (hidden, hidden)
+    shapes |= _attention_shapes(layer, hidden)
+    shapes |= {"input_layernorm.weight": (hidden,), "post_attention_layernorm.weight": (hidden,)}
+    shapes = {f"layer.{name}": shape for name, shape in shapes.items()}
+    if config.kind.reads_target_output:
+        shapes |= _deep_shapes(shapes, config, hidden)
     if config.draft_vocab_size is not None:
         shapes[D2T_NAME] = (config.draft_vocab_size,)
     return shapes | {"norm.weight": (hidden,)}
+
+
+def _deep_shapes(layer: dict[str, tuple[int, ...]], config: Head, hidden: int) -> dict[str, tuple[int, ...]]:
+    """What a head has beyond its first layer's own tensors, if it reads the target's output."""
+    read_again = ("layer.self_attn.k_proj.", "layer.self_attn.v_proj.")
+    # A bias has one dimension; a weight reads two hidden states, and the auxiliary ones, side by side.
+    read = 2 + len(config.aux_layers)
+    deep = {
+        name.replace("layer.self_attn", "deep"): (shape[0], *(read * size for size in shape[1:]))
+        for name, shape in layer.items()
+        if name.startswith(read_again)
+    }
+    upper = range(config.head_layers - 1)
+    uppers = {f"upper.{index}.{name}": shape for name, shape in (layer | deep).items() for index in upper}
+    return deep | uppers | {"deep.inject.weight": (hidden, hidden)}
 
 
 def _attention_shapes(layer: dict[str, Any], hidden: int) -> dict[str, tuple[int, ...]]:

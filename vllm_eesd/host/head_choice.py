@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from vllm_eesd.config import EESDConfig
 from vllm_eesd.exit_head.checkpoint import ExitHeadConfig, Verifier, read_tensors
+from vllm_eesd.exit_head.types import HEADLESS
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
@@ -40,7 +41,7 @@ def resolve_exit_head(eesd: EESDConfig, target: ModelConfig) -> tuple[ExitHeadCo
                 "leave exit_layer out or distill a head for it"
             )
         read_tensors(directory)  # a damaged file is refused here, before anything starts
-        return head, None if head.head_type == "headless" else directory
+        return head, directory if head.kind.has_kv else None
     exit_layer = eesd.exit_layer if eesd.exit_layer is not None else LAYERSKIP_EXIT_LAYERS.get(target.model)
     if exit_layer is None:
         raise ValueError(
@@ -59,7 +60,7 @@ def resolve_exit_head(eesd: EESDConfig, target: ModelConfig) -> tuple[ExitHeadCo
         num_hidden_layers=num_layers,
         vocab_size=text_config.vocab_size,
     )
-    return ExitHeadConfig(exit_layer=exit_layer, head_type="headless", verifier=verifier), None
+    return ExitHeadConfig(exit_layer=exit_layer, head_type=HEADLESS.name, verifier=verifier), None
 
 
 def command_for_a_head(directory: str | None, target: str) -> str:

@@ -24,6 +24,7 @@ from prometheus_client import REGISTRY, Counter, Gauge, values
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from vllm_eesd.files import replacing
 from vllm_eesd.round.counters import DraftStats
 
 PUBLISH_EVERY_S = 1.0
@@ -81,7 +82,7 @@ class DraftCollector(Collector):
 
     def _published(self) -> Iterator[tuple[str, dict[str, Any]]]:
         for directory in self._directories:
-            for path in sorted(directory.glob("*.json")):
+            for path in sorted(directory.glob("[!.]*.json")):  # files being written have a dot in front
                 with suppress(FileNotFoundError):  # its engine has just ended
                     yield path.stem, json.loads(path.read_text(encoding="utf-8"))
 
@@ -134,7 +135,8 @@ class _File:
 
     def write(self, figures: dict[str, Any]) -> bool:
         try:
-            _replace(self._path, json.dumps(figures))
+            with replacing(self._path, mode=0o600, make_directory=False) as file:
+                file.write_text(json.dumps(figures), encoding="utf-8")
         except OSError:
             return False  # removed: its reader has ended, or is on another machine
         return True
@@ -196,10 +198,3 @@ def _figures(stats: DraftStats) -> dict[str, Any]:
         "plain_seconds": stats.plain_ms / 1e3,
         LENGTHS: counted["draft_length_histogram"],
     }
-
-
-def _replace(path: Path, text: str) -> None:
-    """Write a file so that a reader sees the old one or the new one, whole."""
-    temporary = path.with_suffix(".new")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)

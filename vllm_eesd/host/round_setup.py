@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Any
 
 from vllm_eesd.host.compat import get_tp_group
 from vllm_eesd.host.speculative import EESDSpeculativeConfig
@@ -14,22 +13,17 @@ from vllm_eesd.round.outcome import StepTimes
 from vllm_eesd.traces.rounds import RoundTrace
 
 
-def policy_args_of(config: EESDSpeculativeConfig) -> dict[str, Any]:
-    """Return the policy's settings, files named for this one of several engines: `x.json`, `x.1.json`, `x.2.json`."""
-    args = config.eesd.policy_args
-    if not config.engine_index:
-        return args
-    own = {}
-    for field in ("state_file", "trace_file"):
-        if args.get(field) is not None:
-            name, ending = os.path.splitext(args[field])
-            own[field] = f"{name}.{config.engine_index}{ending}"
-    return args | own
+def own_file(path: str | None, engine_index: int) -> str | None:
+    """Return the file of this one of several engines: `x.json`, `x.1.json`, `x.2.json`; None for None."""
+    if path is None or not engine_index:
+        return path
+    name, ending = os.path.splitext(path)
+    return f"{name}.{engine_index}{ending}"
 
 
 def open_trace(config: EESDSpeculativeConfig) -> RoundTrace | None:
-    """Return the writer of `policy_args.trace_file` on the rank that has it, None elsewhere and where none is named."""
-    path = policy_args_of(config).get("trace_file")
+    """Return the writer of `trace_file` on the rank that has it, None elsewhere and where none is named."""
+    path = own_file(config.eesd.trace_file, config.engine_index)
     if path is None or get_tp_group().rank_in_group:  # every rank sees the same rounds
         return None
     settings = {"policy": config.eesd.policy, "num_speculative_tokens": config.num_speculative_tokens}
@@ -39,7 +33,7 @@ def open_trace(config: EESDSpeculativeConfig) -> RoundTrace | None:
 def is_watched(config: EESDSpeculativeConfig, counters: DraftStats) -> bool:
     """Return whether somebody wants to see every round, so that none may be skipped."""
     # Asked of the config: with several ranks one alone has the trace, and all must skip the same rounds.
-    return config.eesd.policy_args.get("trace_file") is not None or counters.recording
+    return config.eesd.trace_file is not None or counters.recording
 
 
 def build_policy_of(
@@ -59,15 +53,17 @@ def build_policy_of(
     """
     head, eesd = config.exit_head, config.eesd
     posterior = BetaPosterior(max_num_reqs, head.prior.alpha, head.prior.beta)
-    args = policy_args_of(config) if name in (None, eesd.policy) else {}
+    name = name or eesd.policy
+    args, state_file = {}, None
+    if name == eesd.policy:
+        args, state_file = eesd.policy_args, own_file(eesd.state_file, config.engine_index)
     if like is not None:
-        return build_policy(name or eesd.policy, posterior, eesd.seed, args, like.costs, like.calibration)
+        return build_policy(name, posterior, eesd.seed, args, like.costs, like.calibration, state_file)
     restores = costs is None
     if costs is None:  # until measured: a draft step takes its layers' share of a plain step
-        own_layers = 0 if head.head_type == "headless" else head.head_layers
-        costs = CostModel((head.exit_layer + own_layers) / head.verifier.num_hidden_layers)
+        costs = CostModel((head.exit_layer + head.own_layers) / head.verifier.num_hidden_layers)
     calibration = Calibration() if config.head_directory is None else Calibration.load(config.head_directory)
-    return build_policy(eesd.policy, posterior, eesd.seed, args, costs, calibration, restores)
+    return build_policy(name, posterior, eesd.seed, args, costs, calibration, state_file, restores)
 
 
 def agree_on_times(every: int) -> Callable[[StepTimes], list[StepTimes]] | None:

@@ -9,7 +9,7 @@ from vllm.config import ModelConfig, ParallelConfig, SpeculativeConfig
 from vllm.exceptions import VLLMValidationError
 from vllm.v1.spec_decode.dynamic.utils import validate_and_normalize_dynamic_sd_schedule
 
-from vllm_eesd.config import LONGEST_COPY, LONGEST_DRAFT, EESDConfig
+from vllm_eesd.config import LONGEST_COPY, LONGEST_DRAFT, EESDConfig, check_state_file, check_trace_file
 from vllm_eesd.exit_head.config import ExitHeadConfig
 from vllm_eesd.host.environment import Environment, read_environment
 from vllm_eesd.host.head_choice import resolve_exit_head
@@ -82,6 +82,8 @@ class EESDSpeculativeConfig(SpeculativeConfig):
         check_target_model(target, parallel)
         exit_head, head_directory = resolve_exit_head(eesd, target)
         policy_args = read_policy_args(eesd.policy, eesd.policy_args)
+        check_state_file(eesd.state_file)
+        check_trace_file(eesd.trace_file)
         environment = read_environment()
         check_runner(environment, target, parallel)
         check_batch_sizes(eesd, environment)

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
 from vllm_eesd.policy.calibration import DRAWN, GREEDY, SHARED_NOISE, Calibration
 from vllm_eesd.policy.costs import CostModel
-from vllm_eesd.policy.goodput import Goodput
 from vllm_eesd.policy.posterior import BetaPosterior
 from vllm_eesd.policy.protocol import DraftLengthPolicy, Outcome
 from vllm_eesd.policy.state import load_state
-from vllm_eesd.policy.thompson import BetaThompson, CalibratedThompson
-from vllm_eesd.policy.thresholds import AdaEDL, Confidence, DraftVerify
-from vllm_eesd.policy_args import read_policy_args
+from vllm_eesd.policy_args import POLICIES, read_policy_args
 
 __all__ = [
     "DRAWN",
@@ -27,16 +25,6 @@ __all__ = [
     "build_policy",
 ]
 
-POLICIES: dict[str, type[DraftLengthPolicy]] = {
-    "adaedl": AdaEDL,
-    "beta_ts": BetaThompson,
-    "calibrated_ts": CalibratedThompson,
-    "confidence": Confidence,
-    "draft_verify": DraftVerify,
-    "fixed": DraftLengthPolicy,
-    "goodput": Goodput,
-}
-
 
 def build_policy(
     name: str,
@@ -45,19 +33,22 @@ def build_policy(
     policy_args: dict[str, Any],
     costs: CostModel | None = None,
     calibration: Calibration | None = None,
+    state_file: str | None = None,
     restores: bool = True,
 ) -> DraftLengthPolicy:
-    """Return the policy `name`, with the state of `policy_args["state_file"]` if there is one.
+    """Return the policy `name`, with the state of `state_file` if there is one.
 
     Args:
         policy_args: see `vllm_eesd.policy_args`.
-        posterior, seed, costs, calibration: see `DraftLengthPolicy`.
-        restores: False where that state was learned of other weights: it will be written over.
+        posterior, seed, costs, calibration, state_file: see `DraftLengthPolicy`.
+        restores: False where that state was learned with other weights: it will be written over.
     Raises:
         ValueError: the policy does not exist or does not take one of `policy_args`.
     """
     settings = read_policy_args(name, policy_args)
-    policy = POLICIES[name](posterior, seed, costs, calibration, settings)
-    if restores and settings.state_file is not None:
-        load_state(settings.state_file, policy.posterior, policy.calibration)
+    module, class_name = POLICIES[name].implementation.split(":")
+    policy_class = getattr(import_module(f"{__name__}.{module}"), class_name)
+    policy = policy_class(posterior, seed, costs, calibration, settings, state_file)
+    if restores and state_file is not None:
+        load_state(state_file, policy.posterior, policy.calibration)
     return policy

@@ -81,9 +81,9 @@ class Goodput(DraftLengthPolicy):
         costs: CostModel | None,
         calibration: Calibration | None,
         settings: GoodputArgs,
+        state_file: str | None = None,
     ) -> None:
-        super().__init__(posterior, seed, costs, calibration, settings)
-        self.uses_ngrams = settings.ngram
+        super().__init__(posterior, seed, costs, calibration, settings, state_file)
         posterior.fade(DISCOUNT)
         posterior.learn_priors(PRIOR_MEMORY, PRIOR_WEIGHT)
         self.guard = Guard(settings.probe_budget)

@@ -59,17 +59,16 @@ class DraftLengthPolicy:
         costs: what steps cost; a default model when None.
         calibration: what confidences mean; an empty table when None.
         settings: the policy's own; the defaults of all policies when None.
+        state_file: where `save_state` writes; None: nowhere.
     Attributes:
         needs_confidence: whether `more` wants the confidence of the last drafted token.
         plans_ahead: whether `more`, told no confidence, decides by what it expects of the drafts to come: it can be
             asked for a whole round at once.
-        uses_ngrams: whether `take_ngrams` may return anything but zeros.
         kinds: [max_num_reqs] int8, by slot, how a request's drafts are made: GREEDY, DRAWN or SHARED_NOISE.
     """
 
     needs_confidence: bool = False
     plans_ahead: bool = False
-    uses_ngrams: bool = False
 
     def __init__(
         self,
@@ -78,13 +77,20 @@ class DraftLengthPolicy:
         costs: CostModel | None = None,
         calibration: Calibration | None = None,
         settings: PolicyArgs | None = None,
+        state_file: str | None = None,
     ) -> None:
         self.posterior = posterior
         self.costs = CostModel() if costs is None else costs
         self.calibration = Calibration() if calibration is None else calibration
         self.settings = PolicyArgs() if settings is None else settings
+        self._state_file = state_file
         self.kinds = np.zeros(posterior.max_num_reqs, dtype=np.int8)
         self._generator = np.random.default_rng(seed)
+
+    @property
+    def uses_ngrams(self) -> bool:
+        """Whether `take_ngrams` may return anything but zeros."""
+        return self.settings.uses_ngrams
 
     def reset(
         self, slots: np.ndarray, keys: Sequence[str] | None = None, kinds: np.ndarray | Sequence[int] | None = None
@@ -190,5 +196,5 @@ class DraftLengthPolicy:
         Raises:
             OSError: the file cannot be written.
         """
-        if self.settings.state_file is not None:
-            save_state(self.settings.state_file, self.posterior, self.calibration)
+        if self._state_file is not None:
+            save_state(self._state_file, self.posterior, self.calibration)

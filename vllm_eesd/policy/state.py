@@ -49,7 +49,7 @@ def load_state(path: str | os.PathLike, posterior: BetaPosterior, calibration: C
         Calibration().restore(state["calibration"])
         posterior.restore(state["priors"])
     except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
-        logger.warning("eesd: policy_args.state_file %s is ignored: %s", path, " ".join(str(error).split()))
+        logger.warning("eesd: state_file %s is ignored: %s", path, " ".join(str(error).split()))
         return False
     calibration.restore(state["calibration"])
     return True

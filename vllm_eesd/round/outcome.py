@@ -127,7 +127,7 @@ class Learner:
             self._state_saved = True
         except OSError as error:
             if self._state_saved:
-                logger.warning("eesd: policy_args.state_file cannot be written, nothing is kept: %s", error)
+                logger.warning("eesd: state_file cannot be written, nothing is kept: %s", error)
             self._state_saved = False
         if self.counters.rounds:
             logger.info("EESD: %s", self.counters.summary())

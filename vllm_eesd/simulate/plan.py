@@ -18,7 +18,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from vllm_eesd.policy import BetaPosterior, build_policy
+from vllm_eesd.policy import POLICIES, BetaPosterior, build_policy
 from vllm_eesd.simulate.peers import best_fixed
 from vllm_eesd.simulate.replay import PolicyDrafter, Replay, replay
 from vllm_eesd.simulate.roofline import GPUS, Roofline, Shape, costs_of
@@ -183,7 +183,7 @@ def plan_batch(head: Head, machine: Roofline, batch: int, args: argparse.Namespa
         return replay(trace, PolicyDrafter(policy), world(), batch)
 
     chosen = replayed()
-    alone = replayed(ngram=False) if args.policy == "goodput" else chosen  # no other policy copies anything
+    alone = replayed(ngram=False) if POLICIES[args.policy].takes_ngrams else chosen
     true, memory, plain_ms = world(), machine.memory_gb(batch), machine.plain_ms(batch)
     # What a replay calls plain is EESD's own step without drafts, in which the head's KV is filled.
     of_plain = plain_ms / true.plain_ms(batch)

@@ -20,8 +20,8 @@ from vllm_eesd.traces.read import read_dense
 
 #: What policies are compared with, in the table's order.
 REFERENCES = ("oracle", "best_fixed", "vllm_adaptive")
-#: `goodput` without n-gram drafts, replayed beside it where a trace holds texts.
-HEAD_ALONE = "goodput-head"
+#: What the name of a policy without its n-gram drafts ends with; replayed beside it where a trace holds texts.
+HEAD_ALONE = "-head"
 MIXED = "mixed"
 
 
@@ -123,8 +123,8 @@ def simulate(
     with_texts = all(request.prompt is not None for request in trace.requests)
     for policy_name in policies:
         variants: dict[str, dict] = {policy_name: {}}
-        if policy_name == "goodput" and with_texts:
-            variants[HEAD_ALONE] = {"ngram": False}
+        if POLICIES[policy_name].takes_ngrams and with_texts:
+            variants[policy_name + HEAD_ALONE] = {"ngram": False}
         for label, policy_args in variants.items():
             policy = build_policy(policy_name, BetaPosterior(batch, *trace.prior), seed, policy_args)
             outcomes.append(PolicyReplay(name, label, replay(trace, PolicyDrafter(policy), world(), batch)))

@@ -1,4 +1,4 @@
-"""Round traces: what happened in every round, written while the engine serves (`policy_args.trace_file`).
+"""Round traces: what happened in every round, written while the engine serves (`trace_file`).
 
 A file holds JSON lines: one header per start of an engine,
 
@@ -248,10 +248,10 @@ class RoundTrace:
             if self._file.write(data) < len(data):
                 raise OSError("the disk is full")
             if os.fstat(self._file.fileno()).st_size >= self._max_bytes:
-                logger.warning("eesd: policy_args.trace_file %s is full, no more rounds are written", self._path)
+                logger.warning("eesd: trace_file %s is full, no more rounds are written", self._path)
                 self._max_bytes = 0
         except OSError as error:
-            logger.warning("eesd: policy_args.trace_file %s: writing ends: %s", self._path, error)
+            logger.warning("eesd: trace_file %s: writing ends: %s", self._path, error)
             self._max_bytes = 0
 
 

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from vllm_eesd.kernels.cpu import draft_inputs as reference
-from vllm_eesd.kernels.cpu.draft_inputs import DraftInputs, Drafts, TargetOutputs
 from vllm_eesd.kernels.gpu import draft_inputs
+from vllm_eesd.kernels.reference import draft_inputs as reference
+from vllm_eesd.kernels.reference.draft_inputs import DraftInputs, Drafts, TargetOutputs
 
 K, BLOCK_SIZE, MAX_MODEL_LEN = 3, 4, 30
 

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from vllm_eesd.kernels.cpu import exit_head as reference
 from vllm_eesd.kernels.gpu.exit_head import CUBLAS_FROM, choose_tokens, exit_head, tiles
+from vllm_eesd.kernels.reference import exit_head as reference
 
 # float32 products over hidden_size, in another order than torch's.
 FLOAT32_TOLERANCE = 2e-5

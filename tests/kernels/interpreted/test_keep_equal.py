@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from vllm_eesd.kernels.cpu import keep_equal as reference
 from vllm_eesd.kernels.gpu.keep_equal import keep_equal
+from vllm_eesd.kernels.reference import keep_equal as reference
 
 NUM_DRAFTS = [0, 1, 3, 5, 2, 0, 4, 5]
 K = 5

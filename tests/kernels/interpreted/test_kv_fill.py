@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from vllm_eesd.kernels.cpu import kv_fill as reference
 from vllm_eesd.kernels.gpu.kv_fill import kv_fill
+from vllm_eesd.kernels.reference import kv_fill as reference
 
 NUM_BLOCKS, BLOCK_SIZE, NUM_HEADS = 4, 4, 2
 

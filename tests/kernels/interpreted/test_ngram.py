@@ -2,10 +2,12 @@
 
 import pytest
 import torch
-from vllm_eesd.kernels.cpu import ngram as reference
 from vllm_eesd.kernels.gpu import ngram
+from vllm_eesd.kernels.reference import ngram as reference
 
-K = 5
+from vllm_eesd.round.ngram import MAX_MATCH, MAX_SEARCHED
+
+K, BOUNDS = 5, (MAX_MATCH, MAX_SEARCHED)
 
 
 def requests(longest, vocab_size, seed, device):
@@ -31,21 +33,20 @@ def test_finds_and_judges_as_the_reference(longest, vocab_size, index, device):
         if max(emitted) > 1:
             for row, slot in enumerate(idx_mapping.tolist()):
                 num_tokens[slot] += emitted[row] if slot >= 0 else 0
-        found = ngram.find_ngrams(texts, num_tokens, idx_mapping, num_sampled, mine)
-        assert torch.equal(found, reference.find_ngrams(texts, num_tokens, idx_mapping, num_sampled, theirs))
+        arguments = texts, num_tokens, idx_mapping, num_sampled
+        found = ngram.find_ngrams(*arguments, mine, *BOUNDS)
+        assert torch.equal(found, reference.find_ngrams(*arguments, theirs, *BOUNDS))
         assert torch.equal(mine, theirs)
     assert found[:, 1].any() and found[:, 2].any()
 
 
-def test_only_the_end_of_a_long_text_is_searched(monkeypatch, device):
-    for module in (ngram, reference):
-        monkeypatch.setattr(module, "MAX_SEARCHED", 40)
+def test_only_the_end_of_a_long_text_is_searched(device):
     text = torch.arange(100, dtype=torch.int32, device=device)[None].clone()
     text[0, 59], text[0, 60] = 7, 99  # the 7 just outside, the 99 just inside what is searched
     ones, drafts = torch.ones(1, dtype=torch.int32, device=device), torch.zeros(1, K, dtype=torch.int64, device=device)
     for last, matched in ((7, 0), (99, 1)):
         text[0, 99] = last
-        arguments = (text, 100 * ones, torch.zeros(1, dtype=torch.int64, device=device), ones, drafts)
+        arguments = (text, 100 * ones, torch.zeros(1, dtype=torch.int64, device=device), ones, drafts, MAX_MATCH, 40)
         assert ngram.find_ngrams(*arguments).tolist()[0][2] == matched
         assert reference.find_ngrams(*arguments).tolist()[0][2] == matched
 

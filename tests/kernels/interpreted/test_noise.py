@@ -3,8 +3,8 @@
 import torch
 import triton
 import triton.language as tl
-from vllm_eesd.kernels.cpu import noise as noise_reference
 from vllm_eesd.kernels.gpu import noise
+from vllm_eesd.kernels.reference import noise as noise_reference
 
 # One fp32 logarithm taken by two libraries, twice.
 LOGARITHM_TOLERANCE = 4e-6

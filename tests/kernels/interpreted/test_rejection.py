@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from vllm_eesd.kernels.cpu import rejection as reference
 from vllm_eesd.kernels.gpu.rejection import rejection
+from vllm_eesd.kernels.reference import rejection as reference
 
 NUM_DRAFTS = [0, 1, 3, 5, 2, 0, 4, 5]
 

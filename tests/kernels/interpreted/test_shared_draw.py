@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from vllm_eesd.kernels.cpu import noise
-from vllm_eesd.kernels.cpu import shared_draw as reference
 from vllm_eesd.kernels.gpu.shared_draw import DRAW_BLOCK, shared_draw
+from vllm_eesd.kernels.reference import noise
+from vllm_eesd.kernels.reference import shared_draw as reference
 
 #: Scores are sums of numbers of a size of ten, each within a last place or two.
 SCORE_TOLERANCE = 2e-5

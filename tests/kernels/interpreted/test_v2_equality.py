@@ -8,9 +8,9 @@ import torch
 import triton
 import vllm_eesd.kernels.gpu.rejection as kernel
 from triton.language import core
-from vllm_eesd.kernels.cpu import rejection as reference
 from vllm_eesd.kernels.gpu.rejection import rejection
 from vllm_eesd.kernels.gpu.shared_draw import shared_draw
+from vllm_eesd.kernels.reference import rejection as reference
 
 
 @triton.jit

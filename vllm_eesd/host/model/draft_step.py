@@ -60,7 +60,7 @@ class DraftLayers(nn.Module):
     @property
     def reads_target_output(self) -> bool:
         """Whether `round_context` needs the target's output at all."""
-        return self._head[0] is not None and self._head[0].reads_target_output
+        return self._head[0] is not None and self._head[0].kind.reads_target_output
 
     def round_context(self, target_hidden_states: torch.Tensor) -> torch.Tensor | None:
         """Return the `context` of a round's steps, see `ExitHead.round_context`."""

@@ -13,6 +13,7 @@ from torch import nn
 
 from vllm_eesd.exit_head.checkpoint import ExitHeadConfig, read_tensors
 from vllm_eesd.exit_head.draft_vocabulary import D2T_NAME, token_ids_of
+from vllm_eesd.exit_head.types import DEEP_CONTEXT, TRANSFORMER
 from vllm_eesd.host.compat import (
     AutoWeightsLoader,
     QKVParallelLinear,
@@ -45,14 +46,14 @@ class ExitHead(nn.Module):
     Attributes:
         vocabulary: what of the target's vocabulary it drafts from; None is all of it. Set by `load`.
         loaded_with: the arguments of `load`, the target aside.
-        attention_names: of the layers whose KV is the head's own, none for a head without.
-        reads_target_output: whether `round_context` makes anything of the target's output.
+        attention_names: of the layers whose KV is the head's own.
+        kind: its type; where it `reads_target_output`, so does `round_context`.
     Source: arXiv 2406.03853, section 3.1 (early-exiting layer).
     """
 
     vocabulary: DraftVocabulary | None
     loaded_with: tuple[VllmConfig, ExitHeadConfig, str]
-    reads_target_output = False
+    kind = TRANSFORMER
 
     def __init__(self, vllm_config: VllmConfig, target: nn.Module, config: ExitHeadConfig) -> None:
         super().__init__()
@@ -162,7 +163,7 @@ class DeepContextHead(ExitHead):
     produced the round's input token is also added, projected, to the first layer's input in every step of the round.
     """
 
-    reads_target_output = True
+    kind = DEEP_CONTEXT
 
     def __init__(self, vllm_config: VllmConfig, target: nn.Module, config: ExitHeadConfig) -> None:
         super().__init__(vllm_config, target, config)
@@ -289,38 +290,7 @@ class DeepContextHead(ExitHead):
         return self.inject(target_hidden_states)[0]
 
 
-class MlpHead(ExitHead):
-    """Norm, an MLP of the target's own kind with its residual, RMSNorm: it has no KV, and nothing is filled."""
-
-    def __init__(self, vllm_config: VllmConfig, target: nn.Module, config: ExitHeadConfig) -> None:
-        nn.Module.__init__(self)
-        hf_config = vllm_config.model_config.hf_text_config
-        self.input_norm = RMSNorm(hf_config.hidden_size, eps=hf_config.rms_norm_eps)
-        available = {
-            "hidden_size": hf_config.hidden_size,
-            "intermediate_size": hf_config.intermediate_size,
-            "hidden_act": hf_config.hidden_act,
-            "bias": getattr(hf_config, "mlp_bias", False),
-            "quant_config": None,
-            "prefix": "eesd_exit.mlp",
-        }
-        self.mlp = _build(type(target.model.layers[config.exit_layer].mlp), available)
-        self.norm = RMSNorm(hf_config.hidden_size, eps=hf_config.rms_norm_eps)
-        self._share = getattr(hf_config, "residual_multiplier", 1.0)  # Granite has one
-
-    @property
-    def decoder_layers(self) -> tuple[nn.Module, ...]:
-        return ()
-
-    def hook_kv_fill(self, target: nn.Module, exit_layer: int) -> None:
-        """Nothing to fill."""
-
-    def forward(self, positions: torch.Tensor, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the hidden states to be normed for the LM head, [num_tokens, hidden_size], and no residual."""
-        return hidden_states + self.mlp(self.input_norm(hidden_states)) * self._share, None
-
-
-HEAD_CLASSES = {"transformer": ExitHead, "deep_context": DeepContextHead, "mlp": MlpHead}
+HEAD_CLASSES = {head.kind.name: head for head in (ExitHead, DeepContextHead)}
 
 
 def load_head(
@@ -374,10 +344,6 @@ def _new_layer(vllm_config: VllmConfig, target: nn.Module, index: int) -> nn.Mod
         # One integer that no target layer has: vLLM orders KV caches by it.
         "prefix": f"eesd_exit.layers.{len(target.model.layers) + index}",
     }
-    return _build(type(target.model.layers[-1]), available)
-
-
-def _build(module_class: type[nn.Module], available: dict[str, object]) -> nn.Module:
-    """Return a new module with those of these arguments that its constructor asks for: they differ by model."""
-    wanted = inspect.signature(module_class.__init__).parameters
-    return module_class(**{name: value for name, value in available.items() if name in wanted})
+    layer_class = type(target.model.layers[-1])
+    wanted = inspect.signature(layer_class.__init__).parameters  # they differ by model
+    return layer_class(**{name: value for name, value in available.items() if name in wanted})

@@ -71,7 +71,7 @@ def verify_blocks(
         best: [num_logits] int64, the target's argmax for a greedy request's rows, -1 for a sampled one's.
         uniforms: [num_logits, 2] float64 in [0, 1): for a draft's test, and for the token after a request's last one.
         sampled: [num_reqs, longest draft + 1] int32, written: -1 after a request's last token.
-    Source: arXiv 2403.10444, algorithm 2; `kernels/cpu/rejection.py` says the same in array operations.
+    Source: arXiv 2403.10444, algorithm 2; `kernels/reference/rejection.py` says the same in array operations.
     """
     sampled[:] = -1
     q, first_q = proposals

@@ -21,7 +21,7 @@ from vllm_eesd.host.v1 import shared_noise
 from vllm_eesd.host.v1.batch import processed_rows_of, sampled_with, sampling_of
 from vllm_eesd.host.v1.block_verification import Proposals, verify_blocks
 from vllm_eesd.host.v1.draft_sampling import DraftSampling
-from vllm_eesd.kernels.cpu.row_reductions import row_argmax
+from vllm_eesd.kernels.reference.row_reductions import row_argmax
 
 if TYPE_CHECKING:
     from vllm.v1.outputs import LogprobsTensors

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from vllm_eesd.kernels.cpu.draft_inputs import TargetOutputs
+from vllm_eesd.kernels.reference.draft_inputs import TargetOutputs
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu.input_batch import InputBatch

@@ -21,10 +21,10 @@ from vllm_eesd.host.v2.compat import (
     init_attn_backend,
     set_forward_context,
 )
-from vllm_eesd.kernels.cpu.draft_inputs import DraftInputs, Drafts
-from vllm_eesd.kernels.cpu.noise import draw_counters
 from vllm_eesd.kernels.gpu.draft_inputs import advance_draft_inputs, prepare_draft_inputs
 from vllm_eesd.kernels.gpu.shared_draw import shared_draw
+from vllm_eesd.kernels.reference.draft_inputs import DraftInputs, Drafts
+from vllm_eesd.kernels.reference.noise import draw_counters
 from vllm_eesd.policy import DRAWN, GREEDY, SHARED_NOISE
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from vllm_eesd.kernels.cpu.noise import MAX_POSITION
+from vllm_eesd.kernels.reference.noise import MAX_POSITION
 from vllm_eesd.policy import DRAWN, GREEDY, SHARED_NOISE
 from vllm_eesd.round.draft import DraftRound
 

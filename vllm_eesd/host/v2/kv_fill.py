@@ -106,14 +106,14 @@ def kv_fill_obstacle(head: ExitHead) -> str | None:
 
 @torch.inference_mode()
 def use_kv_fill(head: ExitHead | None, vllm_config: VllmConfig, timer: Timer | None) -> bool:
-    """Have a head's KV filled by the `kv_fill` kernel where it is faster; a head without KV has nothing to fill.
+    """Have a head's KV filled by the `kv_fill` kernel where it is faster; None has nothing to fill.
 
     Args:
         timer: `kernel_choice.timer_for`.
     Returns:
         Whether it is.
     """
-    if timer is None or head is None or not head.attention_names:
+    if timer is None or head is None:
         return False
     if obstacle := kv_fill_obstacle(head):
         kernel_choice.log_not_used("kv_fill", obstacle)

@@ -12,6 +12,7 @@ import torch
 from vllm_eesd.host.v2.batch import RequestStates, TargetStep
 from vllm_eesd.host.v2.compat import async_tensor_h2d
 from vllm_eesd.kernels.gpu.ngram import find_ngrams, put_ngrams
+from vllm_eesd.round.ngram import MAX_MATCH, MAX_SEARCHED
 
 
 class DeviceNgrams:
@@ -32,12 +33,12 @@ class DeviceNgrams:
         """Judge each row's last draft by what the step emitted, and find the next.
 
         Returns:
-            [num_reqs, 3] int32, see `kernels/cpu/ngram.py:find_ngrams`.
+            [num_reqs, 3] int32, see `kernels/reference/ngram.py:find_ngrams`.
         """
         return self._find(step.idx_mapping, step.num_sampled)
 
     def _find(self, idx_mapping: torch.Tensor, num_sampled: torch.Tensor) -> torch.Tensor:
-        return find_ngrams(*self._states.texts(), idx_mapping, num_sampled, self._drafts)
+        return find_ngrams(*self._states.texts(), idx_mapping, num_sampled, self._drafts, MAX_MATCH, MAX_SEARCHED)
 
     def put(
         self,

@@ -1,4 +1,4 @@
-"""The exit layer's K/V into the paged cache in plain torch, for a CPU and as the reference of `kv_fill.py`."""
+"""The exit layer's K/V into the paged cache in plain torch: the reference of `gpu/kv_fill.py`."""
 
 from __future__ import annotations
 

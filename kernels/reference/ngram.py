@@ -2,10 +2,7 @@
 
 import torch
 
-__all__ = ["MAX_MATCH", "MAX_SEARCHED", "find_ngrams", "put_ngrams"]
-
-#: The longest match told apart from longer ones; and how far back a text is searched.
-MAX_MATCH, MAX_SEARCHED = 16, 32768
+__all__ = ["find_ngrams", "put_ngrams"]
 
 
 def find_ngrams(
@@ -14,6 +11,8 @@ def find_ngrams(
     idx_mapping: torch.Tensor,
     num_sampled: torch.Tensor,
     drafts: torch.Tensor,
+    max_match: int,
+    max_searched: int,
 ) -> torch.Tensor:
     """Compare each row's last n-gram draft with what was emitted since, and find the next one.
 
@@ -26,9 +25,11 @@ def find_ngrams(
         idx_mapping: [num_reqs], the request state of each row; negative for none.
         num_sampled: [num_reqs] int32, tokens the step emitted; a row with none keeps its draft.
         drafts: [max_num_reqs, K] int64, by request state; overwritten.
+        max_match: the longest match told apart from longer ones.
+        max_searched: tokens at a text's end that are searched.
     Returns:
         [num_reqs, 3] int32: tokens emitted; how many of them, from the first, the last draft had right; and how many
-        tokens at the text's end stand before it too, at most MAX_MATCH.
+        tokens at the text's end stand before it too, at most `max_match`.
     """
     found = torch.zeros(len(idx_mapping), 3, dtype=torch.int32, device=idx_mapping.device)
     longest = drafts.shape[1]
@@ -40,20 +41,20 @@ def find_ngrams(
         judged = min(emitted, longest)
         right = text[len(text) - emitted :][:judged] == drafts[slot, :judged]
         found[row, 1] = right.int().cumprod(0).sum()
-        text = text[-MAX_SEARCHED:]
-        matched, follower = _longest_match(text)
+        text = text[-max_searched:]
+        matched, follower = _longest_match(text, max_match)
         found[row, 2] = matched
         offsets = follower + torch.arange(longest, device=text.device) % (len(text) - follower)
         drafts[slot] = text[offsets].long() if matched else -1
     return found
 
 
-def _longest_match(text: torch.Tensor) -> tuple[int, int]:
-    """Return how many tokens at the text's end stand somewhere before, at most MAX_MATCH, and what follows them."""
+def _longest_match(text: torch.Tensor, max_match: int) -> tuple[int, int]:
+    """Return how many tokens at the text's end stand somewhere before, at most `max_match`, and what follows them."""
     last = len(text) - 1
     matched = torch.zeros(last, dtype=torch.int64, device=text.device)
     alive = torch.ones(last, dtype=torch.bool, device=text.device)
-    for j in range(min(MAX_MATCH, last)):
+    for j in range(min(max_match, last)):
         alive[j:] &= text[: last - j] == text[last - j]
         alive[:j] = False
         matched += alive
