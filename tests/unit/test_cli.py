@@ -13,8 +13,6 @@ from vllm_eesd.distill.train import TrainConfig
 MINIMAL = {
     "vllm_eesd.bench.demo": ["demo"],
     "vllm_eesd.bench.latency": ["bench", "latency", "--model", "M", "--prompts", "P"],
-    "vllm_eesd.bench.throughput": ["bench", "throughput", "--model", "M", "--prompts", "P", "--rate", "0.5,2"],
-    "vllm_eesd.bench.sweep": ["bench", "sweep", "--model", "M", "--prompts", "P", "--lengths", "1,8"],
     "vllm_eesd.distill.run": ["distill", "M", "--exit-layer", "2", "--data", "a.txt", "b.py", "-o", "H"],
     "vllm_eesd.simulate.run": ["simulate", "a.jsonl.gz", "b.jsonl"],
     "vllm_eesd.distill.calibrate": ["calibrate", "M", "H", "--data", "a.txt"],
@@ -22,7 +20,6 @@ MINIMAL = {
     "vllm_eesd.distill.probe": ["probe", "M"],
     "vllm_eesd.bench.trace": ["trace", "--model", "M", "--prompt", "P", "-o", "trace.html"],
     "vllm_eesd.bench.top": ["top", "--url", "http://127.0.0.1:8000"],
-    "vllm_eesd.simulate.plan": ["plan", "--trace", "T", "--gpu", "h200", "--exit-layer", "5"],
     "vllm_eesd.bench.trace_record": ["trace-record", "--model", "M", "--prompts", "P", "--workload", "W", "-o", "T"],
     "vllm_eesd.embedded": ["embedded"],
     "vllm_eesd.public_model": ["model", "smollm2"],
