@@ -9,11 +9,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from device_replay import Device, DeviceDrafter, HostTimes
 from roofline import GPUS, Roofline, Shape, costs_of
 
 from vllm_eesd.policy import BetaPosterior, build_policy
 from vllm_eesd.round.draft import DraftRound
-from vllm_eesd.simulate.device import Device, DeviceDrafter, HostTimes
 from vllm_eesd.simulate.replay import replay
 from vllm_eesd.simulate.run import load_traces
 
