@@ -2,7 +2,6 @@
 
     python benchmarks/bench_kernels.py                     # this machine's device, every shape
     python benchmarks/bench_kernels.py --quick             # embedded model's shapes and one real one
-    python benchmarks/bench_kernels.py --plot              # only the plot, from the CSV
 
 On a GPU: Triton against torch, vLLM's kernels and FlashInfer, replayed from CUDA graphs. On a CPU: the references
 against torch and vLLM's CPU path. Nothing is timed before its result equals the reference's.
@@ -11,11 +10,9 @@ against torch and vLLM's CPU path. Nothing is timed before its result equals the
 from __future__ import annotations
 
 import argparse
-import csv
 from collections.abc import Callable
 from functools import partial
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
@@ -179,50 +176,18 @@ def torch_kv_fill(key, value, positions, cos_sin_cache, slots, key_cache, value_
     value_cache.flatten(0, 1)[slots] = value
 
 
-def plot(path: Path) -> Path | None:
-    """Draw, per kernel, how much faster ours is than each peer against the batch; return the picture's path, if any."""
-    if find_spec("matplotlib") is None:  # the figures are in the CSV; --plot draws them where it is installed
-        return None
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    with path.open(newline="", encoding="utf-8") as file:
-        measured = [row for row in csv.DictReader(file) if not row["method"].startswith("ours")]
-    names = sorted({row["kernel"] for row in measured})
-    figure, axes = pyplot.subplots(1, max(len(names), 1), figsize=(5 * max(len(names), 1), 4), squeeze=False)
-    for axis, name in zip(axes[0], names, strict=False):
-        lines: dict[str, dict[int, float]] = {}
-        for row in measured:  # of several runs the last one counts
-            if row["kernel"] == name:
-                label = f"{row['method']}, {row['vocab_size']} x {row['hidden_size']}"
-                lines.setdefault(label, {})[int(row["batch"])] = float(row["ours_is_faster"])
-        for label, points in sorted(lines.items()):
-            axis.plot(sorted(points), [points[batch] for batch in sorted(points)], marker="o", label=label)
-        axis.axhline(1.0, color="grey", linewidth=0.8)
-        axis.set(title=name, xscale="log", yscale="log", xlabel="requests", ylabel="peer's time / ours")
-        axis.legend(fontsize=6)
-    figure.tight_layout()
-    picture = path.with_suffix(".png")
-    figure.savefig(picture, dpi=120)
-    return picture
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="the embedded model's shapes and one real one, B <= 16")
     parser.add_argument("--only", choices=("exit_head", "rejection", "kv_fill"))
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--csv", type=Path, default=None, help="default: results/kernels_<device>.csv")
-    parser.add_argument("--plot", action="store_true", help="measure nothing")
     options = parser.parse_args()
     options.device = "cuda" if torch.cuda.is_available() else "cpu"
     options.dtype = torch.bfloat16 if options.device == "cuda" else torch.float32
     path = options.csv or RESULTS / f"kernels_{options.device}.csv"
-    if not options.plot:
-        run(options, path)
-    print(plot(path) or f"{path}; no plot: matplotlib is not installed")
+    run(options, path)
+    print(path)
 
 
 def run(options, path: Path) -> None:

@@ -56,6 +56,14 @@ PEER_LENGTHS = (2, 5)
 WAVES, FEWEST_IN_BLOCK = 4, 8
 #: Greedy, and as the authors of the model advise: temperature, top-p.
 GREEDY, SAMPLED = (0.0, 1.0), (0.7, 0.95)
+#: Further parameters of `vllm.SamplingParams`, as model cards advise them, and prompts by batch size, for --parameters.
+KINDS: dict[str, dict[str, Any]] = {
+    "T = 0.7": {"temperature": 0.7},
+    "T = 0.7, top_p = 0.95": {"temperature": 0.7, "top_p": 0.95},
+    "T = 0.6, top_p = 0.95, top_k = 20": {"temperature": 0.6, "top_p": 0.95, "top_k": 20},
+    "T = 0.7, repetition_penalty = 1.05": {"temperature": 0.7, "repetition_penalty": 1.05},
+}
+PARAMETER_PROMPTS, PARAMETER_TOKENS = {1: 6, 8: 24}, 96
 
 
 @dataclass(frozen=True)
@@ -166,6 +174,9 @@ def measure_public(args: argparse.Namespace) -> int:
     results = BUILD if args.quick else RESULTS
     with reporting(console) as progress:
         session = Session(args.name, settings, peers, copying, results, args.resume, console, progress)
+        if args.parameters:
+            measure_parameters(session, (args.dtypes or ["bfloat16"])[0])
+            return 0
         write_json(results / f"{args.name}-methods.json", methods_about(settings))
         for dtype, workloads in sizes.items():
             failed |= measure_dtype(session, dtype, workloads, prompts)
@@ -266,6 +277,25 @@ def table(
     return rows
 
 
+def measure_parameters(session: Session, dtype: str) -> None:
+    """Measure and write plain vLLM and EESD on chat with each of KINDS."""
+    settings, source = replace(session.settings, dtype=dtype), workload_file("chat")
+    texts, found = read_prompts(source), []
+    some = texts[: max(PARAMETER_PROMPTS.values())]
+    _, prompts, longest = encode_prompts(settings.model, some, PARAMETER_TOKENS, session.progress)
+    with running_engines(["plain", "eesd"], settings, longest, session.progress) as engines:
+        for kind, params in KINDS.items():
+            asked = {method: engine.at(**params) for method, engine in engines.items()}
+            said = replace(settings, temperature=params["temperature"], top_p=params.get("top_p", 1.0))
+            for batch, count in PARAMETER_PROMPTS.items():
+                block = max(FEWEST_IN_BLOCK, WAVES * batch)
+                work = Work(prompts[:count], source, PARAMETER_TOKENS, 1, None, False, block, len(texts))
+                rows = latency_rows(asked, said, work, batch, session.progress)
+                found += [row | {"kind": kind, "model": Path(settings.model).name} for row in rows]
+            write_json(session.results / f"{session.name}-sampling_parameters.json", found)
+            session.console.print(kind, latency_table([row for row in found if row["kind"] == kind]))
+
+
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of this measurement, which `measure_all.py` has too."""
     parser.add_argument("--quick", action="store_true", help="25 minutes at most, into build/bench")
@@ -279,22 +309,18 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--name", default=NAME, help="what the results' files begin with")
     parser.add_argument("--resume", action="store_true", help="leave out what this commit has already measured")
     parser.add_argument("--rates", action="store_true", help="also requests that arrive, at real servers")
+    parser.add_argument("--parameters", action="store_true", help="only what top-p, top-k and penalties cost")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, then have the scripts that start engines or servers of their own do their part."""
+    """Measure, then if asked to at real servers, which a script of its own starts."""
     began = time.monotonic()
     args.model = args.model or public_model()
     failed = measure_public(args)
-    given = ["--model", args.model, "--name", args.name]
-    given += ["--head", args.head] if args.head else []
-    results = str(BUILD if args.quick else RESULTS)
-    few = ["--num-prompts", "4", "--max-tokens", "32"] if args.quick else []
-    scripts = [["confidence_quality.py", *few]]
     if args.rates and not args.quick:
-        scripts.append(["serve_rates.py"])
-    for name, *more in scripts:
-        command = [sys.executable, str(ROOT / "benchmarks" / name), *given, "--results", results, *more]
+        command = [sys.executable, str(ROOT / "benchmarks" / "serve_rates.py"), "--name", args.name]
+        command += ["--model", args.model, "--results", str(RESULTS)]
+        command += ["--head", args.head] if args.head else []
         subprocess.run(command, cwd=ROOT, check=True)
     open_console().print(f"measured in {(time.monotonic() - began) / 60:.1f} minutes")
     return failed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -46,15 +47,24 @@ def count_prompts(rows: Rows) -> str:
     return f"{most} prompts" + (f" ({fewer})" if fewer else "")
 
 
+def prompts_chosen(row: dict[str, Any]) -> tuple[str, ...]:
+    """Return the flags that choose a row's prompts; of earlier commits, a file held a workload's first ones."""
+    if found := re.fullmatch(r"build/bench/(\w+)-(\d+)\.jsonl", row["prompts"]):
+        return "--workload", found[1], "--num-prompts", found[2]
+    count = row["num_prompts"]
+    few = ("--num-prompts", str(count)) if row.get("out_of", count) != count else ()
+    return "--prompts", row["prompts"], *few
+
+
 def latency_commands(rows: Rows) -> str:
     """Return the `eesd bench latency` that measure these rows: one for each set of methods and file of prompts."""
-    what_of: dict[int, tuple[str, ...]] = {}
+    what_of: dict[int, tuple[Any, ...]] = {}
     for row in rows:
-        what_of[row["batch"]] = (*what_of.get(row["batch"], (row["prompts"],)), row["method"])
+        what_of[row["batch"]] = (*what_of.get(row["batch"], (prompts_chosen(row),)), row["method"])
     first, lines = rows[0], []
     for what in dict.fromkeys(what_of.values()):
         prompts, *methods = what
-        words = ["eesd", "bench", "latency", "--model", first["model"], "--prompts", prompts]
+        words = ["eesd", "bench", "latency", "--model", first["model"], *prompts]
         words += ["--head", first["head"]] if first["head"] else []
         batches = [str(batch) for batch, some in what_of.items() if some == what]
         words += ["--methods", ",".join(methods), "--batch", ",".join(batches)]
@@ -63,17 +73,6 @@ def latency_commands(rows: Rows) -> str:
         words += ["--up-to-loops"] if first.get("up_to_loops") else []
         lines.append(shlex.join([*words, "--policy", first["policy"]]))
     return "\n".join(lines)
-
-
-def throughput_command(rows: Rows) -> str:
-    """Return the `eesd bench throughput` that measures these rows."""
-    first = rows[0]
-    words = ["eesd", "bench", "throughput", "--model", first["model"], "--prompts", first["prompts"]]
-    words += ["--methods", ",".join(dict.fromkeys(row["method"] for row in rows))]
-    words += ["--rate", ",".join(dict.fromkeys(f"{row['rate']:g}" for row in rows))]
-    words += ["--requests", str(first["requests"]), "--max-tokens", str(first["max_tokens"])]
-    words += ["--rounds", str(first["rounds"]), "--seed", str(first["seed"]), "--dtype", first["dtype"]]
-    return shlex.join([*words, "--policy", first["policy"]])
 
 
 def by_method(rows: Rows) -> list[dict[str, Any]]:
@@ -104,7 +103,6 @@ FILTERS = {
         origin,
         count_prompts,
         latency_commands,
-        throughput_command,
         by_method,
         groupby_in_order,
     )

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from page_filters import Rows
-
-from vllm_eesd.simulate.roofline import GPUS, Roofline, Shape
+from roofline import GPUS, Roofline, Shape
 
 #: Engines whose output was compared with plain's, and what their gpu_lossless*.json are called.
 ENGINES = {

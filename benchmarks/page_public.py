@@ -1,4 +1,4 @@
-"""What the pages show of the public model: what `measure_public`, `confidence_quality` and `serve_rates` wrote."""
+"""What the pages show of the public model: what `measure_public` and `serve_rates` wrote."""
 
 from __future__ import annotations
 
@@ -48,7 +48,6 @@ class Public:
     """All that was measured of the public model."""
 
     tables: list[Measured]
-    confidence: Rows
     rates: Rows
     parameters: Rows
     methods: dict[str, Any]
@@ -99,7 +98,7 @@ def load_public(folder: Path, name: str = NAME) -> Public | None:
             tables.append(Measured(workload, sampling, dtype, best_lengths(rows)))
     if not tables:
         return None
-    files = f"{name}-confidence.json", f"serve_rates-{name}.json", f"{name}-sampling_parameters.json"
+    files = f"serve_rates-{name}.json", f"{name}-sampling_parameters.json"
     return Public(tables, *(content(folder / file, []) for file in files), content(folder / f"{name}-methods.json", {}))
 
 
@@ -167,6 +166,5 @@ def public_commands(table: Measured) -> str:
 
 
 FILTERS = {
-    function.__name__: function
-    for function in (method_name, texts_cell, margin_cell, positions_cell, public_commands)
+    function.__name__: function for function in (method_name, texts_cell, margin_cell, positions_cell, public_commands)
 }

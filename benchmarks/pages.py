@@ -4,12 +4,12 @@
     python benchmarks/pages.py reliability         # docs/reliability.md and docs/compatibility.md (make reliability)
     python benchmarks/pages.py policies            # docs/policies.md: replays every policy, which takes two minutes
     python benchmarks/pages.py constants           # docs/policies.md: what each constant earns
-    python benchmarks/pages.py gpu                 # docs/gpu.md and its plot (benchmarks/gpu/run_all.sh, which_head.py)
+    python benchmarks/pages.py gpu                 # docs/gpu.md and its plot (benchmarks/gpu/run_all.sh)
 
-Results are written by benchmarks/measure_public.py (smollm2-*), benchmarks/serve_rates.py, benchmarks/measure_all.py
-(latency-*, throughput-*, methods.json), benchmarks/waterfall.py,
-benchmarks/harness.py (*.csv), benchmarks/bench_live_policies.py, benchmarks/ablate_policy.py and the tests (fuzz,
-soak, features); published.json holds others' figures, each with its source. What is not there is left out.
+Results are written by benchmarks/measure_public.py (smollm2-*), serve_rates.py, measure_all.py (latency-*,
+methods.json), waterfall.py, harness.py (*.csv), ablate_policy.py and the tests (fuzz, soak, features); live_policies*
+and random_target.json by `eesd bench latency` or scripts of earlier commits; published.json holds others' figures, each
+with its source. What is not there is left out.
 """
 
 from __future__ import annotations
@@ -114,7 +114,6 @@ def results(folder: Path = RESULTS, page: Path = DOCS / "results.md") -> None:
         workloads=WORKLOADS,
         methods=load(folder / "methods.json", {}),
         random_target=load(folder / "random_target.json"),
-        throughput=load_all(folder, "throughput"),
         waterfall=waterfall,
         kernels={path.stem: load_csv(path) for path in sorted(folder.glob("kernels_*.csv"))},
         hidden_columns=HIDDEN_COLUMNS,

@@ -3,9 +3,10 @@
     python benchmarks/serve_rates.py --model DIR [--head DIR] [--rates 0.5,1,2] [--rounds 2] [--name smollm2]
 
 One server at a time, alone on the machine, the methods in turn: plain, eesd, eesd, plain. Each is asked at every rate
-for the same conversations with the same arrivals, and answers end where the model ends them. Writes
-serve_rates-NAME.json: what vLLM's own client says of each run, and medians over the rounds. A run that takes longer
-than `--limit` minutes, or loses a request, ends the measurement; servers are stopped whatever happens.
+for the same prompts with the same arrivals. Answers to questions end where the model ends them; completions have
+`--max-tokens` tokens. Writes serve_rates-NAME.json: what vLLM's own client says of each run, and medians over the
+rounds. A run that takes longer than `--limit` minutes, or loses a request, ends the measurement; servers are stopped
+whatever happens.
 """
 
 from __future__ import annotations
@@ -27,10 +28,13 @@ from servers import serving
 from vllm_eesd.bench.engines import EngineSettings, encode_prompts, sigterm_exits
 from vllm_eesd.bench.latency import digest, named, open_console, reporting, write_json
 from vllm_eesd.bench.prompts import Prompt, read_prompts, workload_file
-from vllm_eesd.flags import positive, positive_real, positive_reals
+from vllm_eesd.flags import positive, positive_real, words
 from vllm_eesd.provenance import provenance
 
 METHODS = ("plain", "eesd")
+#: How vLLM's client asks for answers to questions, and for completions.
+QUESTIONS = ["--backend", "openai-chat", "--endpoint", "/v1/chat/completions"]
+COMPLETIONS = ["--backend", "openai", "--endpoint", "/v1/completions", "--ignore-eos"]
 #: What a row keeps of vLLM's figures, by its own name for each.
 KEPT = {
     "tokens_per_s": "output_throughput",
@@ -54,17 +58,17 @@ def run(args: argparse.Namespace) -> int:
     settings = EngineSettings(args.model, args.head, args.dtype)
     source = args.prompts or workload_file(args.workload)
     texts = read_prompts(source)[: args.num_prompts]
-    questions = single_questions(texts, source)
+    kind = kind_of(texts, source)
     console = open_console()
     with ExitStack() as stack:
         stack.enter_context(sigterm_exits())
         progress = stack.enter_context(reporting(console))
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="eesd-serve-")))
         _, _, length = encode_prompts(settings.model, texts, args.max_tokens, progress)
-        dataset = folder / "questions.jsonl"
-        dataset.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in questions), encoding="utf-8")
-        runs = measure(args, settings, dataset, length, progress)
-    rows = rows_of(runs, args, settings, str(source), len(questions))
+        dataset = folder / "prompts.jsonl"
+        dataset.write_text("".join(json.dumps({"prompt": text.text}) + "\n" for text in texts), encoding="utf-8")
+        runs = measure(args, settings, dataset, kind, length, progress)
+    rows = rows_of(runs, args, settings, str(source), len(texts))
     path = args.results / f"serve_rates-{args.name}.json"
     write_json(path, rows)
     console.print(shown(rows))
@@ -72,20 +76,27 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def single_questions(texts: list[Prompt], source: str) -> list[str]:
-    """Return each conversation's one question, which is what `vllm bench serve` can ask.
+def kind_of(texts: list[Prompt], source: str) -> list[str]:
+    """Return QUESTIONS or COMPLETIONS, by what the first prompt is.
 
     Raises:
-        ValueError: a prompt is no such conversation; one line.
+        ValueError: another prompt is not of that kind, or a conversation of several turns; one line.
     """
+    asks = bool(texts[0].messages)
     for number, text in enumerate(texts, 1):
-        if [message["role"] for message in text.messages or ()] != ["user"]:
-            raise ValueError(f"{source}: prompt {number} is not usable; allowed: messages of one user turn")
-    return [text.text for text in texts]
+        if [message["role"] for message in text.messages or ()] != (["user"] if asks else []):
+            allowed = "messages of one user turn in every line, or a prompt in every line"
+            raise ValueError(f"{source}: prompt {number} is not usable; allowed: {allowed}")
+    return QUESTIONS if asks else COMPLETIONS
 
 
 def measure(
-    args: argparse.Namespace, settings: EngineSettings, dataset: Path, length: int, progress: Callable[[str], None]
+    args: argparse.Namespace,
+    settings: EngineSettings,
+    dataset: Path,
+    kind: list[str],
+    length: int,
+    progress: Callable[[str], None],
 ) -> dict[tuple[str, float], list[dict[str, Any]]]:
     """Return what vLLM's client said of each method and rate, in each round."""
     runs: dict[tuple[str, float], list[dict[str, Any]]] = {(m, rate): [] for m in METHODS for rate in args.rates}
@@ -96,7 +107,7 @@ def measure(
             with serving(settings.model, server_options(settings, method, length), log) as address:
                 for rate in args.rates:
                     progress(f"round {number + 1} of {args.rounds}: {method}, {rate:g} requests a second")
-                    command = client_command(args, dataset, address, rate, args.seed + number)
+                    command = client_command(args, dataset, kind, address, rate, args.seed + number)
                     runs[method, rate].append(ask(command, dataset.parent, args.limit))
     return runs
 
@@ -109,16 +120,24 @@ def server_options(settings: EngineSettings, method: str, length: int) -> list[s
     return options
 
 
-def client_command(args: argparse.Namespace, dataset: Path, address: str, rate: float, seed: int) -> list[str]:
+def client_command(
+    args: argparse.Namespace, dataset: Path, kind: list[str], address: str, rate: float, seed: int
+) -> list[str]:
     """Return the `vllm bench serve` of one run; the server renders the chat template, so the client must not."""
-    words = [sys.executable, "-m", "vllm.entrypoints.cli.main", "bench", "serve", "--backend", "openai-chat"]
-    words += ["--endpoint", "/v1/chat/completions", "--base-url", address, "--model", args.model]
-    words += ["--served-model-name", "target", "--dataset-name", "custom", "--dataset-path", str(dataset)]
-    words += ["--skip-chat-template", "--num-prompts", str(args.requests), "--custom-output-len", str(args.max_tokens)]
-    words += ["--request-rate", f"{rate:g}", "--seed", str(seed), "--num-warmups", str(args.warmups)]
-    words += ["--temperature", f"{args.temperature:g}", "--top-p", f"{args.top_p:g}", "--disable-tqdm"]
-    words += ["--percentile-metrics", "ttft,tpot,e2el", "--metric-percentiles", "99"]
-    return [*words, "--save-result", "--result-dir", str(dataset.parent), "--result-filename", "run.json"]
+    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "bench", "serve", *kind]
+    command += ["--base-url", address, "--model", args.model]
+    command += ["--served-model-name", "target", "--dataset-name", "custom", "--dataset-path", str(dataset)]
+    command += [
+        "--skip-chat-template",
+        "--num-prompts",
+        str(args.requests),
+        "--custom-output-len",
+        str(args.max_tokens),
+    ]
+    command += ["--request-rate", f"{rate:g}", "--seed", str(seed), "--num-warmups", str(args.warmups)]
+    command += ["--temperature", f"{args.temperature:g}", "--top-p", f"{args.top_p:g}", "--disable-tqdm"]
+    command += ["--percentile-metrics", "ttft,tpot,e2el", "--metric-percentiles", "99"]
+    return [*command, "--save-result", "--result-dir", str(dataset.parent), "--result-filename", "run.json"]
 
 
 def ask(command: list[str], folder: Path, limit_min: float) -> dict[str, Any]:
@@ -180,14 +199,20 @@ def shown(rows: list[dict[str, Any]]) -> Table:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True, metavar="DIR", help="a chat model")
+    parser.add_argument("--model", required=True, metavar="DIR", help="the target")
     parser.add_argument("--head", metavar="DIR", help="default: the target's own")
     parser.add_argument("--dtype", default="bfloat16", help="of the target")
     chosen = parser.add_mutually_exclusive_group()
     chosen.add_argument("--workload", default="chat", metavar="NAME", help="one of models/prompts, or human_eval")
-    chosen.add_argument("--prompts", metavar="FILE", help="JSONL with `messages` of one user turn a line")
+    chosen.add_argument("--prompts", metavar="FILE", help="JSONL: `messages` of one user turn, or a `prompt`, a line")
     parser.add_argument("--num-prompts", type=positive, metavar="N", help="only the file's first so many")
-    parser.add_argument("--rates", type=positive_reals, default=[0.25, 0.5, 1.0], metavar="R,...", help="a second")
+    parser.add_argument(
+        "--rates",
+        type=lambda text: [positive_real(word) for word in words(text)],
+        default=[0.25, 0.5, 1.0],
+        metavar="R,...",
+        help="a second",
+    )
     parser.add_argument("--requests", type=positive, default=80, metavar="Q", help="of each run")
     parser.add_argument("--rounds", type=positive, default=2, help="each starts both servers anew")
     parser.add_argument("--warmups", type=int, default=4, metavar="W", help="requests before each run")

@@ -33,17 +33,12 @@ class Command(NamedTuple):
 COMMANDS = [
     Command("demo", "bench.demo", "demo", "answer questions with plain vLLM and with EESD, side by side"),
     Command("bench latency", "bench.latency", "latency", "tokens per second of several methods, in one run"),
-    Command("bench throughput", "bench.throughput", "throughput", "requests that arrive at random, at several rates"),
-    Command("bench sweep", "bench.sweep", "sweep", "exit layer x longest draft x policy, each against plain"),
     Command("probe", "distill.probe", "probe", "say, without training, whether and from which layer drafting will pay"),
     Command("distill", "distill.run", "distill", "train an exit head for a frozen target"),
     Command("calibrate", "distill.calibrate", "calibrate", "measure what a head's confidences mean, and store it"),
     Command("trace", "bench.trace", "trace", "one generation as a page: its text round by round, and where time went"),
-    Command(
-        "trace-record", "bench.trace_record", "trace_record", "record what drafts are worth, for simulate and plan"
-    ),
+    Command("trace-record", "bench.trace_record", "trace_record", "record what drafts are worth, for simulate"),
     Command("simulate", "simulate.run", "simulate", "replay recorded acceptance under every draft-length policy"),
-    Command("plan", "simulate.plan", "plan", "what recorded acceptance would be worth on another machine and model"),
     Command("top", "bench.top", "top", "a server's acceptance, draft lengths, goodput and speedup, live"),
     Command("model", "public_model", "model", "print the directory of a model by its name, for vllm serve"),
     Command("embedded", "embedded", "embedded", "print the directory of the embedded model, for vllm serve"),

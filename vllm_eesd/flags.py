@@ -112,11 +112,6 @@ def words(text: str) -> list[str]:
     return words
 
 
-def positive_reals(text: str) -> list[float]:
-    """Return the numbers above 0 of a comma-separated list."""
-    return [positive_real(word) for word in words(text)]
-
-
 def positive_list(text: str) -> list[int]:
     """Return the whole numbers from 1 of a comma-separated list."""
     return [positive(word) for word in words(text)]

@@ -2,10 +2,10 @@
 
 import numpy as np
 import pytest
+from device_replay import Device, DeviceDrafter, HostTimes
 
 from vllm_eesd.policy import BetaPosterior, build_policy
 from vllm_eesd.policy.thresholds import Confidence
-from vllm_eesd.simulate.device import Device, DeviceDrafter, HostTimes
 from vllm_eesd.simulate.replay import replay
 from vllm_eesd.simulate.world import default_costs
 from vllm_eesd.traces.dense import DenseTrace, RequestTrace

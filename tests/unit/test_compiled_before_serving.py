@@ -1,5 +1,6 @@
 """Numba compiles whatever a round calls before a request is there: a round must not wait for a compiler."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -19,7 +20,7 @@ import numba
 import numpy as np
 from vllm_eesd.policy import BetaPosterior, build_policy
 from vllm_eesd.round.ngram import NgramDrafter, NgramRates
-from vllm_eesd.simulate.device import Device, DeviceDrafter, HostTimes
+from device_replay import Device, DeviceDrafter, HostTimes
 from vllm_eesd.simulate.replay import PolicyDrafter, replay
 from vllm_eesd.simulate.world import World, default_costs
 from vllm_eesd.traces.read import read_dense
@@ -50,6 +51,8 @@ print({name: after[name] - before[name] for name in after if after[name] != befo
 
 @pytest.mark.parametrize("kind", ["ahead", "step by step"])
 def test_a_round_calls_nothing_that_is_not_compiled(kind):
-    ran = subprocess.run([sys.executable, "-c", CHILD, kind, str(TRACE)], capture_output=True, text=True)
+    paths = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]  # for device_replay
+    command, environment = [sys.executable, "-c", CHILD, kind, str(TRACE)], {"PYTHONPATH": os.pathsep.join(paths)}
+    ran = subprocess.run(command, capture_output=True, text=True, env=os.environ | environment)
     assert ran.returncode == 0, ran.stderr[-2000:]
     assert ran.stdout.strip() == "{}"

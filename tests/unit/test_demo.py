@@ -13,10 +13,10 @@ from rich.text import Text
 
 from vllm_eesd.bench import demo, latency
 from vllm_eesd.bench.measure import Runs, rows
-from vllm_eesd.bench.progress import told_again
 from vllm_eesd.bench.side_by_side import Answer, answer, columns, legend
 from vllm_eesd.bench.vllm_engine import VllmEngine
 from vllm_eesd.embedded import embedded_model
+from vllm_eesd.progress import told_again
 from vllm_eesd.public_model import PublicModel
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -140,7 +140,7 @@ def test_what_takes_long_is_told_again_until_something_else_is():
         if text == "second (0 s)":
             again.set()
 
-    with told_again(show, every=0.01) as say:
+    with told_again(show, every_s=0.01) as say:
         say("first")
         say("second")
         assert again.wait(60)

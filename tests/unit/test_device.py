@@ -5,9 +5,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from device_replay import READBACK_DELAY, Device, DeviceDrafter, HostTimes
 
 from vllm_eesd.policy import BetaPosterior, build_policy
-from vllm_eesd.simulate.device import READBACK_DELAY, Device, DeviceDrafter, HostTimes
 from vllm_eesd.simulate.replay import Batch, replay
 from vllm_eesd.simulate.run import load_traces
 from vllm_eesd.simulate.world import World

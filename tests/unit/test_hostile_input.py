@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_eesd.bench.prompts import read_prompts
-from vllm_eesd.bench.scrape import between, parse
+from vllm_eesd.bench.top import between, parse
 from vllm_eesd.config import MAX_SPECULATIVE_TOKENS, EESDConfig, check_state_file, check_trace_file
 from vllm_eesd.distill.data import _jsonl_texts
 from vllm_eesd.exit_head.checkpoint import MAX_HEADER_BYTES, ExitHeadConfig, Verifier, read_tensors, write_head

@@ -10,7 +10,16 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE = "vllm_eesd"
 
 CORE = {"config", "files", "policy_args", "policy", "round", "traces", "exit_head", "verify", "kernels"}
-CORE |= {"request_options", "flags", "embedded", "provenance", "conversations", "gguf_llama", "public_model"}
+CORE |= {
+    "request_options",
+    "flags",
+    "embedded",
+    "provenance",
+    "conversations",
+    "gguf_llama",
+    "public_model",
+    "progress",
+}
 # Part -> parts of this package that it may import, besides itself and the bare package (its version).
 ALLOWED_PARTS = {
     "__init__": {"config"},
@@ -23,6 +32,7 @@ ALLOWED_PARTS = {
     "public_model": {"embedded", "files", "gguf_llama"},
     "kernels": set(),
     "policy_args": set(),
+    "progress": set(),
     "provenance": set(),
     "policy": {"config", "files", "policy_args"},
     "round": {"config", "files", "policy", "request_options"},

@@ -1,12 +1,12 @@
-"""The roofline against figures worked out by hand, and the command."""
+"""benchmarks/roofline.py against figures worked out by hand, and benchmarks/plan.py."""
 
 import json
 
+import plan
 import pytest
+from roofline import GPUS, Roofline, Shape, costs_of
 from synthetic import SPREADS, synthetic_trace
 
-from vllm_eesd import cli
-from vllm_eesd.simulate.roofline import GPUS, Roofline, Shape, costs_of
 from vllm_eesd.simulate.world import World
 from vllm_eesd.traces.dense import DenseTrace, DraftLayers, write
 
@@ -80,7 +80,7 @@ def test_filling_the_heads_kv_costs_every_step_but_a_plain_one(tmp_path):
     args += ["--gpu", "h200", "--batch", "1", "--policy", "fixed", "--trace", trace(tmp_path, acceptances=(0.01,))]
     rows = {}
     for aux in ("0", "20"):
-        assert cli.main(["plan", *args, "--aux-layers", aux, "--json", str(tmp_path / "plan.json")]) == 0
+        assert plan.main([*args, "--aux-layers", aux, "--json", str(tmp_path / "plan.json")]) == 0
         rows[aux] = json.loads((tmp_path / "plan.json").read_text())["rows"][0]
     assert rows["0"]["plain_ms"] == rows["20"]["plain_ms"] and rows["20"]["best_fixed"] == 0
     assert 0.9 < rows["20"]["best_fixed_speedup"] < rows["0"]["best_fixed_speedup"] < 1
@@ -100,9 +100,8 @@ def test_the_command_plans(tmp_path, capsys):
     sizes += ["--exit-layer", "4", "--head-layers", "2"]
     out = tmp_path / "plan.json"
     machine = ["--gpu", "h200", "--tp", "4", "--context", "32768"]
-    assert cli.main(["plan", *sizes, *machine, "--trace", trace(tmp_path), "--json", str(out)]) == 0
-    plan = json.loads(out.read_text())
-    alone, crowded = plan["rows"]
+    assert plan.main([*sizes, *machine, "--trace", trace(tmp_path), "--json", str(out)]) == 0
+    alone, crowded = json.loads(out.read_text())["rows"]
     assert 1.2 < alone["speedup"] < 4 and alone["fits"] and not crowded["fits"]
     assert alone["best_fixed"] > crowded["best_fixed"]
     assert alone["exit_layer"] == 4 and alone["head_layers"] == 2
@@ -115,7 +114,7 @@ def test_of_several_heads_it_says_which_to_train(tmp_path, capsys):
     deep = trace(tmp_path, "deep", (0.9,), DraftLayers(exit=1, head=2, target=12))
     out = tmp_path / "plan.json"
     sizes = ["--layers", "32", "--hidden", "4096", "--vocab", "128256", "--batch", "1,8", "--gpu", "h100"]
-    assert cli.main(["plan", *sizes, "--trace", shallow, deep, "--draft-vocab", "32k", "--json", str(out)]) == 0
+    assert plan.main([*sizes, "--trace", shallow, deep, "--draft-vocab", "32k", "--json", str(out)]) == 0
     rows = json.loads(out.read_text())["rows"]
     assert [(row["batch"], row["exit_layer"], row["head_layers"]) for row in rows] == [
         (1, 0, 1),
@@ -139,25 +138,6 @@ def test_a_draft_vocabulary_costs_its_rows():
     assert part.draft_step_ms(1, 7) == pytest.approx(part.draft_step_ms(1), rel=0.01)
 
 
-def test_it_compares_with_and_without_a_draft_vocabulary(tmp_path, capsys):
-    """135 M parameters, 576 wide: N = 2 and M = 2 are four layers of 3.5 M, the LM head is 28 M, so 0.67 of a step."""
-    sizes = ["--layers", "30", "--hidden", "576", "--vocab", "49152", "--intermediate", "1536", "--heads", "9"]
-    sizes += ["--kv-heads", "3", "--head-dim", "64", "--gpu", "h200", "--batch", "1", "--context", "1"]
-    sizes += ["--exit-layer", "2", "--head-layers", "2", "--trace", trace(tmp_path, acceptances=(0.7,))]
-
-    def line(*flags: str) -> str:
-        assert cli.main(["plan", *sizes, *flags]) == 0
-        found = [line for line in capsys.readouterr().out.splitlines() if "the LM head is" in line]
-        return found[0] if found else ""
-
-    supposed = line()
-    assert "N = 2, M = 2: the LM head is 67% of a draft step: with 8192 of 49152 draft tokens" in supposed
-    with_it, without = (float(part.split("x")[0]) for part in supposed.split("batch 1 is at ")[1].split(" instead of "))
-    assert with_it > 1.05 * without > 1
-    assert "with 16000 of 49152 draft tokens" in line("--draft-vocab", "16k")
-    assert line("--vocab", "16384") == ""  # 9.4 M: the layers cost more
-
-
 @pytest.mark.parametrize(
     ("flags", "complaint"),
     [
@@ -166,7 +146,7 @@ def test_it_compares_with_and_without_a_draft_vocabulary(tmp_path, capsys):
         (["--gpu", "h200", "--exit-layer", "80"], "--exit-layer 80 is out of range: 0 to 79"),
         (["--gpu", "h200", "--exit-layer", "0", "--headless"], "--exit-layer 0 is out of range: 1 to 79"),
         (["--gpu", "h200", "--reached", "1.5"], "--reached 1.5 is not allowed"),
-        (["--gpu", "h200", "--step-overhead-ms", "-1"], "overheads are not allowed to be below 0"),
+        (["--gpu", "h200", "--step-overhead-ms", "-1"], "overheads and --aux-layers are not allowed to be below 0"),
         (["--gpu", "measured"], "--gpu 'measured' is not known; allowed: a100"),
         (["--gpu", "h200", "--draft-vocab", "200k"], "--draft-vocab 200000 is more than the vocabulary, 128256"),
         (["--gpu", "h200", "--model", "/nowhere"], "config.json cannot be used"),
@@ -175,18 +155,18 @@ def test_it_compares_with_and_without_a_draft_vocabulary(tmp_path, capsys):
 )
 def test_mistakes_are_one_line(tmp_path, flags, complaint, capsys):
     sizes = ["--layers", "80", "--hidden", "8192", "--vocab", "128256", "--exit-layer", "5", "--batch", "1"]
-    assert cli.main(["plan", *sizes, "--trace", trace(tmp_path), *flags]) == 2
+    assert plan.main([*sizes, "--trace", trace(tmp_path), *flags]) == 2
     error = capsys.readouterr().err
     assert complaint in error and error.count("\n") == 1
 
 
 def test_what_drafted_must_be_known(tmp_path, capsys):
     sizes = ["--layers", "80", "--hidden", "8192", "--vocab", "128256", "--batch", "1", "--gpu", "h200"]
-    assert cli.main(["plan", *sizes, "--trace", trace(tmp_path)]) == 2
+    assert plan.main([*sizes, "--trace", trace(tmp_path)]) == 2
     assert "does not say what drafted" in capsys.readouterr().err
 
 
 def test_without_sizes_the_missing_one_is_named(tmp_path, capsys):
     flags = ["--gpu", "h200", "--exit-layer", "5", "--layers", "80", "--trace", trace(tmp_path)]
-    assert cli.main(["plan", *flags]) == 2
+    assert plan.main([*flags]) == 2
     assert "--hidden is missing" in capsys.readouterr().err

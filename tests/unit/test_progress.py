@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from vllm_eesd.distill import progress as showing
-from vllm_eesd.distill.progress import progress
+from vllm_eesd import progress as showing
+from vllm_eesd.progress import progress
 
 
 class Stderr(io.StringIO):

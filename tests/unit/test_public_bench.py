@@ -38,8 +38,8 @@ class FakeEngine:
     def __init__(self, method, asked, wrong):
         self.method, self.asked, self.last = method, asked, 9 if wrong else 7
 
-    def at(self, temperature, top_p=1.0):
-        self.asked.append((self.method, "at", temperature, top_p))
+    def at(self, temperature, top_p=1.0, **more):
+        self.asked.append((self.method, "at", temperature, top_p, *more.items()))
         return self
 
     def generate(self, prompts, max_tokens, at_once=None, ignore_eos=True):
@@ -96,7 +96,9 @@ def measured(scripts, tmp_path, monkeypatch):
     def call(**changed):
         given = {"model": "/somewhere/target", "head": "head", "peers": None, "name": "smollm2"}
         return module.measure_public(
-            argparse.Namespace(**(given | {"quick": False, "resume": False} | NOTHING_CHOSEN | changed))
+            argparse.Namespace(
+                **(given | {"quick": False, "resume": False, "parameters": False} | NOTHING_CHOSEN | changed)
+            )
         )
 
     return call, asked, started, tmp_path
@@ -171,6 +173,16 @@ def test_what_was_measured_is_not_measured_again_unless_the_commit_is_another(me
     assert len(started) == 6
 
 
+def test_the_parameters_of_real_chats_are_measured_alone(measured):
+    call, asked, started, folder = measured
+    assert call(parameters=True) == 0 and started == [("bfloat16", ["plain", "eesd"])]
+    assert [path.name for path in folder.glob("smollm2-*")] == ["smollm2-sampling_parameters.json"]
+    rows = rows_in(folder, "sampling_parameters")
+    assert len(rows) == 16 and len({(row["kind"], row["batch"], row["method"]) for row in rows}) == 16
+    assert {(row["batch"], row["num_prompts"], row["out_of"]) for row in rows} == {(1, 6, 80), (8, 24, 80)}
+    assert ("eesd", "at", 0.6, 0.95, ("top_k", 20)) in asked
+
+
 def test_a_model_that_cannot_be_had_is_one_line(scripts, monkeypatch):
     module, _ = scripts
     ended = argparse.Namespace(returncode=2, stdout="", stderr="usage\neesd: error: no such command\n")
@@ -201,9 +213,6 @@ def test_the_pages_say_what_was_measured(measured, scripts):
     call, _, _, folder = measured
     _, pages = scripts
     call()
-    confidence = {"workload": "chat", "temperature": 0.7, "tokens": 1234, "accepted": 0.654, "forecast": "both"}
-    confidence |= {"auc": 0.8125, "brier": 0.1234, "length": 4, **PROVENANCE}
-    (folder / "smollm2-confidence.json").write_text(json.dumps([confidence]))
     pages.results(folder, folder / "results.md")
     text = (folder / "results.md").read_text()
     assert "### Chat, greedy, bfloat16" in text and "16 prompts (9 at batch 1) (digest " in text
@@ -215,7 +224,6 @@ def test_the_pages_say_what_was_measured(measured, scripts):
     assert command in text
     assert "--batch 1 --head head --num-prompts 9 --block 4 --rounds 1 --max-tokens 5 --dtype bfloat16\n" in text
     assert "--temperature 0.7 --top-p 0.95\n" in text
-    assert "| chat | 0.7 | 1234 | 65% | both | 0.812 | 0.1234 |" in text
     assert "- `draft_model` is left out: not trained." in text
     assert "Not yet measured (`make bench ARGS=--rates`)." in text
     public = {"public": pages.page_public.load_public(folder), "public_workloads": pages.page_public.WORKLOADS}
@@ -240,4 +248,4 @@ def test_the_noise_is_the_worst_pass_of_plain_against_itself(scripts):
     rows = [{"method": "plain-again", "batch": 1, "speedup_spread": spread} for spread in ([0.97, 1.01], [0.99, 1.02])]
     rows += [{"method": "eesd", "batch": 1, "speedup_spread": [1.0, 3.0]}]
     table = public.Measured("chat", "greedy", "bfloat16", rows)
-    assert public.Public([table], [], [], [], {}).noise() == pytest.approx(0.03)
+    assert public.Public([table], [], [], {}).noise() == pytest.approx(0.03)

@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from vllm_eesd.bench.prompts import CHATS, COMPLETIONS, read_prompts, workload_file
-from vllm_eesd.bench.vllm_engine import Served, each_limit
+from vllm_eesd.bench.vllm_engine import each_limit
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -80,8 +80,6 @@ def results(tmp_path):
     rows = [row("plain", 1), row("eesd", 1, **eesd), row("plain", 8), row("eesd", 8, identical=False)]
     rows[-1] |= {"speedup_vs_plain": None, "speedup_spread": None}
     (tmp_path / "latency-easy_text.json").write_text(json.dumps(rows))
-    arriving = {"rate": 2.0, "requests": 9, "seed": 4, "latency_s": 1.5, "latency_p95_s": 2.25, "first_token_s": 0.125}
-    arriving |= {"ms_per_token": 8.5, "latency_ratio": 1.75, "latency_ratio_interval": [1.5, 2.0]}
     pieces = {"model forward": 3.0, "draft forward": 0.0, "unnamed": 0.125}
     plain = {"step_ms": 3.125, "pieces": pieces, "explained": 0.96, "tokens": 2}
     drafting = plain | {"step_ms": 6.5, "pieces": pieces | {"draft forward": 1.5}, "explained": 0.98, "tokens": 6.5}
@@ -92,7 +90,6 @@ def results(tmp_path):
     peers = {"plain": {}, "suffix": {"left_out": "not built"}}
     peers |= {"eagle": {"tokens": 7_500_000, "lr_factor": 2.0, "minutes_together": 41.7}}
     (tmp_path / "methods.json").write_text(json.dumps(peers))
-    (tmp_path / "throughput-easy_text.json").write_text(json.dumps([row("eesd", 1) | arriving]))
     header, figures = "kernel,method,ms,bytes,hardware,versions,git_sha", "fill,ours,0.123,99,GPU,torch=2,fff"
     (tmp_path / "kernels_cpu.csv").write_text(f"{header}\n{figures}\n")
     published = {"method": "M", "target": "T", "workload": "W", "speedup": "up to 9x", "source": "arXiv 1"}
@@ -108,8 +105,6 @@ def test_the_page_says_what_the_files_say(page_of, results):
     assert "6 prompts, 77 new tokens each, 3 rounds. Some CPU, 2 cores; vllm-eesd 9.9; commit abcdef." in text
     command = "eesd bench latency --model 'a model' --prompts p.jsonl --methods plain,eesd --batch 1,8 --max-tokens 77"
     assert f"{command} --rounds 3 --dtype float32 --policy goodput" in text
-    assert "| 2 | eesd | 111 | 1.50 | 2.25 | 0.125 | 8.50 | 1.75x (1.50-2.00) |" in text
-    assert "throughput --model 'a model' --prompts p.jsonl --methods eesd --rate 2 --requests 9" in text
     assert "| 2 | 3.12 | 6.50 | 3.25 | 1.56x | 2.20x | 71% | 96% and 98% |" in text
     assert "| draft forward | 0.000 | 1.500 |" in text and "5 held-out prompts, 44 new tokens each" in text
     assert "- `suffix` is left out: not built." in text
@@ -195,18 +190,13 @@ def test_what_is_measured_exists(page_of, monkeypatch):
     monkeypatch.chdir(REPOSITORY)
     measured = load("measure_all")
     for workload, size in measured.WORKLOADS.items():
-        prompts = measured.prompt_file(workload, size.prompts)
-        assert len(prompts.read_text(encoding="utf-8").splitlines()) == size.prompts >= max(size.batches)
-        assert workload in page_of.WORKLOADS
-        assert all(size.prompts_at(batch) >= batch for batch in size.batches)
-    plain_names = set(measured.WORKLOADS)
-    for suffix in (measured.BFLOAT16, measured.SAMPLED, measured.UP_TO_LOOPS):
-        plain_names = {name.removesuffix(suffix) for name in plain_names}
-    assert plain_names == set(COMPLETIONS)
+        assert len(read_prompts(measured.source_of(workload))) >= max(size.prompts.values())
+        assert workload in page_of.WORKLOADS and all(count >= batch for batch, count in size.prompts.items())
+    files = {Path(measured.source_of(workload)).stem for workload in measured.WORKLOADS}
+    assert files == set(COMPLETIONS)
     subprocess.run([*measured.WATERFALL_SCRIPT, "--help"], check=True, stdout=subprocess.DEVNULL)
     # A third of each kind, also of those at batch 1.
-    assert measured.WORKLOADS["mixed"].prompts % 3 == measured.WORKLOADS["mixed"].prompts_at(1) % 3 == 0
-    assert measured.REQUESTS <= measured.WORKLOADS[measured.HELD_OUT].prompts
+    assert all(count % 3 == 0 for count in measured.WORKLOADS["mixed"].prompts.values())
 
 
 class FakeEngine:
@@ -222,9 +212,6 @@ class FakeEngine:
     def stream(self, prompts, max_tokens, at_once=None):
         yield [(n, [7] * limit) for n, limit in enumerate(each_limit(max_tokens, len(prompts)))]
 
-    def serve(self, prompts, arrivals, max_tokens):
-        return [Served(arrival, arrival + 1, arrival + 2, [7] * max_tokens) for arrival in arrivals]
-
     def statistics(self):
         return None
 
@@ -236,44 +223,31 @@ class FakeEngine:
 
 
 def test_one_session_measures_everything_the_page_shows(page_of, tmp_path, monkeypatch):
-    """Trained peers beside an exit head of their budget, what is missing named with its reason."""
+    """What is missing is named with its reason; engines of a dtype are started once."""
     monkeypatch.chdir(REPOSITORY)
     measured, asked, started = load("measure_all"), [], []
 
     @contextmanager
     def engines(methods, settings, max_model_len, progress):
-        started.append(methods)
+        started.append((settings.dtype, methods))
         yield {method: FakeEngine(asked) for method in methods}
 
     lacking = {"suffix": "not built", "eagle": "not trained"}
     monkeypatch.setattr(measured.EngineSettings, "missing", lambda self, method: lacking.get(method))
     monkeypatch.setattr(measured, "running_engines", engines)
-    monkeypatch.setattr(measured, "BUILD", REPOSITORY / "build" / "bench")
-    monkeypatch.setattr(measured, "RESULTS", tmp_path)
-    monkeypatch.setattr(measured, "BUDGET_HEAD", "models/eesd-code-10m/eesd")  # any directory: no engine reads it
-    budget_size = measured.Size(2, (1, 2), 3, head_alone=True)
-    monkeypatch.setattr(measured, "OF_SAME_BUDGET", {"same_budget_up_to_loops": budget_size})
     sizes = {
-        measured.HELD_OUT: measured.Size(4, (1, 2, 4), 3, head_alone=True),
-        "random_tokens": measured.Size(2, (1, 2), 3, alone=1, max_tokens=5, temperature=2.0),
-        measured.HELD_OUT + measured.UP_TO_LOOPS: measured.Size(2, (2,), 3, up_to_loops=True),
-        "held_out_code_sampled_bfloat16": measured.Size(2, (2,), 3, dtype="bfloat16"),
+        measured.HELD_OUT: measured.Size({1: 4, 2: 4, 4: 4}, head_alone=True),
+        "random_tokens": measured.Size({1: 1, 2: 2}, max_tokens=5, temperature=2.0),
+        measured.HELD_OUT + measured.UP_TO_LOOPS: measured.Size({2: 2}, up_to_loops=True),
+        "held_out_code_sampled_bfloat16": measured.Size({2: 2}, temperature=0.8, dtype="bfloat16"),
     }
-    monkeypatch.setitem(measured.WORKLOADS, measured.HELD_OUT, sizes[measured.HELD_OUT])
-    assert measured.measure_all(sizes, True, False, Console(file=io.StringIO())) == 0
-    drafting, peers = ["eesd", "eesd-head", "ngram"], [f"draft_model@{length}" for length in (2, 5)]
-    assert started == [["plain"], drafting, ["eesd-head"], *([peer] for peer in peers), ["plain", *drafting]]
+    assert measured.measure_all(sizes, tmp_path, Console(file=io.StringIO()), lambda text: None) == 0
+    methods = ["plain", "eesd", "eesd-head", "ngram"]
+    assert started == [("float32", methods), ("bfloat16", methods)]
     rows = json.loads((tmp_path / "latency-held_out_code.json").read_text())
-    assert [(r["batch"], r["method"]) for r in rows] == [
-        (batch, method) for batch in (1, 2, 4) for method in ["plain", *drafting]
-    ]
-    budget = json.loads((tmp_path / "latency-same_budget_up_to_loops.json").read_text())
-    assert [(r["batch"], r["method"]) for r in budget] == [
-        (batch, method) for batch in (1, 2) for method in ["plain", "eesd-head", *peers]
-    ]
+    assert [(r["batch"], r["method"]) for r in rows] == [(batch, method) for batch in (1, 2, 4) for method in methods]
     half = json.loads((tmp_path / "latency-held_out_code_sampled_bfloat16.json").read_text())
-    assert {r["dtype"] for r in half} == {"bfloat16"} and {r["dtype"] for r in rows + budget} == {"float32"}
-    assert {r["head"] for r in budget} == {measured.BUDGET_HEAD} and {r["head"] for r in rows} == {None}
+    assert {r["dtype"] for r in half} == {"bfloat16"} and {r["dtype"] for r in rows} == {"float32"}
     other = json.loads((tmp_path / "latency-random_tokens.json").read_text())
     assert [(row["method"], row["num_prompts"]) for row in other] == [
         (method, count) for count in (1, 2) for method in ("plain", "eesd", "ngram")
@@ -285,9 +259,12 @@ def test_one_session_measures_everything_the_page_shows(page_of, tmp_path, monke
     page_of.results(tmp_path, tmp_path / "results.md")
     text = (tmp_path / "results.md").read_text()
     assert "- `suffix` is left out: not built." in text and "- `eagle` is left out: not trained." in text
-    assert "--methods plain,eesd,eesd-head,ngram --batch 1,2,4 " in text
-    named = ",".join(["plain", "eesd-head", *peers])
-    assert f"--head {measured.BUDGET_HEAD} --methods {named} --batch 1,2 " in text
+    assert "held_out_code.jsonl --num-prompts 4 --methods plain,eesd,eesd-head,ngram --batch 1,2,4 " in text
+
+
+def test_prompts_of_earlier_commits_files_are_named_by_their_workload(page_of):
+    rows = [row("eesd", 8, prompts="build/bench/held_out_code-32.jsonl")]
+    assert " --workload held_out_code --num-prompts 32 --methods eesd " in page_of.FILTERS["latency_commands"](rows)
 
 
 def test_the_gpu_page_is_what_the_results_say(page_of):

@@ -90,7 +90,7 @@ def test_the_client_is_asked_what_vllm_understands(scripts, tmp_path):
     from vllm.benchmarks.serve import add_cli_args
 
     script, _ = scripts
-    words = script.client_command(arguments(), tmp_path / "q.jsonl", "http://h:1", 4.0, seed=3)
+    words = script.client_command(arguments(), tmp_path / "q.jsonl", script.QUESTIONS, "http://h:1", 4.0, seed=3)
     parser = argparse.ArgumentParser()
     add_cli_args(parser)
     assert words[1:5] == ["-m", "vllm.entrypoints.cli.main", "bench", "serve"]
@@ -98,6 +98,9 @@ def test_the_client_is_asked_what_vllm_understands(scripts, tmp_path):
     assert (given.request_rate, given.num_prompts, given.custom_output_len, given.seed) == (4.0, 6, 9, 3)
     assert given.skip_chat_template and not given.ignore_eos and (given.temperature, given.top_p) == (0.7, 0.95)
     assert given.dataset_path == str(tmp_path / "q.jsonl") and given.result_filename == "run.json"
+    words = script.client_command(arguments(), tmp_path / "q.jsonl", script.COMPLETIONS, "http://h:1", 4.0, seed=3)
+    given = parser.parse_args(words[5:])
+    assert given.ignore_eos and (given.backend, given.endpoint) == ("openai", "/v1/completions")
 
 
 def test_servers_differ_in_speculation_alone(scripts):
@@ -128,7 +131,7 @@ def test_methods_take_turns_each_alone_on_the_machine(scripts, tmp_path, monkeyp
     monkeypatch.setattr(script, "serving", serving)
     monkeypatch.setattr(script, "ask", ask)
     settings = EngineSettings("/some/where/target")
-    runs = script.measure(arguments(), settings, tmp_path / "q.jsonl", 512, lambda text: None)
+    runs = script.measure(arguments(), settings, tmp_path / "q.jsonl", script.QUESTIONS, 512, lambda text: None)
     begun = [line.split()[0] for line in journal if line.endswith("begins")]
     assert begun == ["plain", "eesd", "eesd", "plain"]
     assert journal[:4] == ["plain begins", "plain at 1", "plain at 4", "plain ends"]
@@ -156,10 +159,11 @@ def test_a_run_that_went_wrong_ends_the_measurement_in_one_line(scripts, tmp_pat
     assert "\n" not in str(error.value) and os.listdir(tmp_path) in ([], ["run.json"])
 
 
-def test_only_single_questions_can_be_asked(scripts):
+def test_single_questions_or_completions_can_be_asked(scripts):
     script, _ = scripts
-    one = Prompt("Why?", messages=({"role": "user", "content": "Why?"},))
-    assert script.single_questions([one], "f") == ["Why?"]
-    for other in (Prompt("to complete"), Prompt("x", messages=({"role": "system", "content": "s"}, *one.messages))):
-        with pytest.raises(ValueError, match="f: prompt 2 is not usable; allowed: messages of one user turn"):
-            script.single_questions([one, other], "f")
+    one, text = Prompt("Why?", messages=({"role": "user", "content": "Why?"},)), Prompt("to complete")
+    assert script.kind_of([one, one], "f") == script.QUESTIONS and script.kind_of([text], "f") == script.COMPLETIONS
+    longer = Prompt("x", messages=({"role": "system", "content": "s"}, *one.messages))
+    for mixed in ([one, text], [text, one], [one, longer]):
+        with pytest.raises(ValueError, match="f: prompt 2 is not usable; allowed: messages of one user turn in every"):
+            script.kind_of(mixed, "f")

@@ -3,13 +3,14 @@
 import http.server
 import re
 import threading
+import types
 from pathlib import Path
 
 import pytest
 
 from vllm_eesd import cli
-from vllm_eesd.bench.scrape import Snapshot, between, fetch, metrics_url, parse
-from vllm_eesd.bench.top import Watch, sparkline
+from vllm_eesd.bench import top
+from vllm_eesd.bench.top import DRAFTS, GENERATED, Snapshot, Watch, between, fetch, parse, sparkline
 
 #: Of a server of the embedded model with `--speculative-config eesd`, abridged to what is read and a little more.
 RECORDED = (Path(__file__).parent / "metrics.txt").read_text(encoding="utf-8")
@@ -26,20 +27,26 @@ def raised(text, name, by):
     return re.sub(rf"^({name}\{{.*\}}) (\S+)$", lambda m: f"{m[1]} {float(m[2]) + by}", text, flags=re.M)
 
 
+def eesds(values, what):
+    return values[f"eesd:{what}_total"]
+
+
 def test_a_recorded_answer_is_read():
     snapshot = parse(RECORDED, 10.0)
-    figures = between(ZERO, snapshot)
-    assert snapshot.model == "code" and figures.own
-    values = snapshot.values
+    figures, values = between(ZERO, snapshot), snapshot.values
+    assert snapshot.model == "code" and figures["own"]
+    rounds, emitted, accepted = (eesds(values, what) for what in ("rounds", "emitted_tokens", "accepted_tokens"))
     # Requests' first tokens come from their prompts' forward passes; everything else from rounds.
-    assert values["emitted"] == values["rounds"] + values["accepted"] <= values["generated"]
-    assert figures.goodput == values["generated"] / 10
-    assert figures.acceptance_length == values["emitted"] / values["rounds"]
-    assert figures.acceptance_rate == values["accepted"] / values["drafted"]
-    assert sum(length * share for length, share in enumerate(figures.lengths)) == pytest.approx(figures.draft_length)
-    assert sum(figures.lengths) == pytest.approx(1) and figures.without_draft == figures.lengths[0]
-    assert figures.speedup == values["plain_s"] / values["decode_s"]
-    assert len(figures.positions) == 8 and figures.positions == sorted(figures.positions, reverse=True)
+    assert emitted == rounds + accepted <= values[GENERATED]
+    assert figures["goodput"] == values[GENERATED] / 10
+    assert figures["acceptance_length"] == emitted / rounds
+    assert figures["acceptance_rate"] == accepted / eesds(values, "drafted_tokens")
+    lengths, positions = figures["lengths"], figures["positions"]
+    assert sum(length * share for length, share in enumerate(lengths)) == pytest.approx(figures["draft_length"])
+    assert sum(lengths) == pytest.approx(1) and figures["without_draft"] == lengths[0]
+    assert figures["speedup"] == eesds(values, "plain_seconds") / eesds(values, "decode_seconds")
+    assert len(positions) == 8 and positions == sorted(positions, reverse=True)
+    assert sum(positions) == pytest.approx(accepted / values[DRAFTS])
 
 
 def test_figures_are_of_the_time_between_two_looks():
@@ -47,10 +54,10 @@ def test_figures_are_of_the_time_between_two_looks():
     for name, by in (("rounds", 10), ("drafted_tokens", 40), ("accepted_tokens", 20), ("emitted_tokens", 30)):
         later = raised(later, f"eesd:{name}_total", by)
     later = raised(raised(later, "eesd:decode_seconds_total", 2), "eesd:plain_seconds_total", 5)
-    later = raised(later, "vllm:generation_tokens_total", 31)
+    later = raised(later, GENERATED, 31)
     figures = between(parse(RECORDED, 100.0), parse(later, 102.0))
-    assert (figures.goodput, figures.acceptance_rate, figures.acceptance_length) == (15.5, 0.5, 3.0)
-    assert (figures.draft_length, figures.speedup) == (4.0, pytest.approx(2.5))
+    assert (figures["goodput"], figures["acceptance_rate"], figures["acceptance_length"]) == (15.5, 0.5, 3.0)
+    assert (figures["draft_length"], figures["speedup"]) == (4.0, pytest.approx(2.5))
 
 
 def test_engines_are_summed():
@@ -58,29 +65,35 @@ def test_engines_are_summed():
         re.sub(r'engine="0"', 'engine="1"', line) for line in RECORDED.splitlines() if 'engine="0"' in line
     )
     once, twice = parse(RECORDED, 1.0), parse(f"{RECORDED}{second}\n", 1.0)
-    assert twice.values == {name: 2 * value for name, value in once.values.items()}
-    assert between(ZERO, twice).lengths == between(ZERO, once).lengths
+    assert twice.values == {name: value * (1 if name == "python_info" else 2) for name, value in once.values.items()}
+    assert between(ZERO, twice)["lengths"] == between(ZERO, once)["lengths"]
 
 
 def test_without_our_own_counters_vllms_are_taken_for_what_they_are():
     snapshot = parse(without_eesd(RECORDED), 10.0)
     figures, values = between(ZERO, snapshot), snapshot.values
-    assert not figures.own and figures.speedup is None and figures.lengths == [] and figures.without_draft is None
-    assert figures.acceptance_rate == values["vllm_accepted"] / values["vllm_drafted"]
-    assert figures.acceptance_length == values["generated"] / (values["generated"] - values["vllm_accepted"])
+    assert not figures["own"] and figures["lengths"] == []
+    assert figures["speedup"] is None and figures["without_draft"] is None
+    drafted, accepted = (values[f"vllm:spec_decode_num_{what}_tokens_total"] for what in ("draft", "accepted"))
+    assert figures["acceptance_rate"] == accepted / drafted and figures["draft_length"] == drafted / values[DRAFTS]
+    assert figures["acceptance_length"] == values[GENERATED] / (values[GENERATED] - accepted)
 
 
 def test_a_server_without_speculation_has_goodput_only():
     text = without_eesd("".join(line for line in RECORDED.splitlines(keepends=True) if "spec_decode" not in line))
     figures = between(ZERO, parse(text, 10.0))
-    assert figures.goodput > 0 and figures.acceptance_rate is None and figures.positions == []
+    assert figures["goodput"] > 0 and figures["acceptance_rate"] is None and figures["positions"] == []
 
 
 def test_a_restart_begins_anew():
     after = parse(RECORDED, 10.0)
     larger = {name: value + 1000 for name, value in after.values.items()}
-    lists = {label: {key: count + 1000 for key, count in counts.items()} for label, counts in after.lists.items()}
-    assert between(Snapshot(0.0, larger, lists), after) == between(ZERO, after)
+    assert between(Snapshot(0.0, larger), after) == between(ZERO, after)
+
+
+def test_a_gauge_that_falls_is_no_restart():
+    before = parse(raised(RECORDED, "vllm:num_requests_running", 5), 8.0)
+    assert between(before, parse(RECORDED, 10.0))["goodput"] == 0
 
 
 @pytest.mark.parametrize("text", ["", "python_info 1\n", "{\n"])
@@ -89,12 +102,10 @@ def test_another_services_metrics_are_refused(text):
         parse(text, 0.0)
 
 
-def test_urls():
-    assert metrics_url("http://host:8000/") == metrics_url("http://host:8000/metrics") == "http://host:8000/metrics"
-    with pytest.raises(ValueError, match="--url 'host:8000' is not valid"):
-        metrics_url("host:8000")
-    with pytest.raises(ValueError, match="no metrics .*allowed: the address of a running vLLM server"):
-        fetch("http://127.0.0.1:9/metrics")
+def test_an_address_without_a_server_is_one_line():
+    for address in ("http://127.0.0.1:9/metrics", "host:8000/metrics"):
+        with pytest.raises(ValueError, match="no metrics .*allowed: the address of a running vLLM server"):
+            fetch(address)
 
 
 def test_sparkline():
@@ -128,7 +139,7 @@ def server():
 
 
 def test_top_shows_a_server(server, capsys):
-    assert cli.main(["top", "--url", server, "--count", "2", "--interval", "0.05"]) == 0
+    assert cli.main(["top", "--url", f"{server}/", "--count", "2", "--interval", "0.05"]) == 0
     shown = capsys.readouterr().out
     assert shown.count("eesd top  code") == 2
     assert re.search(r"drafts accepted +75%", shown) and re.search(r"tokens per round +4\.00", shown)
@@ -139,7 +150,8 @@ def test_a_server_that_goes_away_is_said_and_the_view_stays(server, monkeypatch)
     from rich.console import Console
 
     clock = iter(range(100))
-    watch = Watch(f"{server}/metrics", 10.0, lambda: float(next(clock)))
+    monkeypatch.setattr(top.time, "monotonic", lambda: float(next(clock)))
+    watch = Watch(f"{server}/metrics", 10.0)
     watch.look()
     watch.look()
     watch.url = "http://127.0.0.1:9/metrics"
@@ -160,7 +172,8 @@ def test_a_pause_of_a_minute(monkeypatch):
     """Nothing is counted meanwhile: the speedup afterwards is that of what ran, and none is shown of the pause."""
     answers, now = [RECORDED], [0.0]
     monkeypatch.setattr("vllm_eesd.bench.top.fetch", lambda url: answers[-1])
-    watch = Watch("http://x/metrics", 10.0, lambda: now[0])
+    monkeypatch.setattr(top, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
+    watch = Watch("http://x/metrics", 10.0)
 
     def look(after_s, tokens=0):
         now[0] += after_s
@@ -168,12 +181,12 @@ def test_a_pause_of_a_minute(monkeypatch):
         text = raised(raised(text, "eesd:plain_seconds_total", tokens / 25), "vllm:generation_tokens_total", tokens)
         answers.append(text)
         watch.look()
-        return between(watch._begin(), watch._snapshots[-1])
+        return watch.recent()
 
     look(0)
-    assert look(1, 50).speedup == pytest.approx(2.0)
+    assert look(1, 50)["speedup"] == pytest.approx(2.0)
     paused = [look(1) for _ in range(60)]
-    assert paused[-1].goodput == 0 and paused[-1].speedup is None
-    assert look(1, 50).speedup == pytest.approx(2.0)
-    assert look(60, 50).speedup == pytest.approx(2.0)  # it did not answer meanwhile
+    assert paused[-1]["goodput"] == 0 and paused[-1]["speedup"] is None
+    assert look(1, 50)["speedup"] == pytest.approx(2.0)
+    assert look(60, 50)["speedup"] == pytest.approx(2.0)  # it did not answer meanwhile
     watch.view()

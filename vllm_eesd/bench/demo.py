@@ -31,6 +31,7 @@ from vllm_eesd.bench.engines import (
 from vllm_eesd.bench.latency import (
     check_sizes,
     identical_cell,
+    never_silent,
     open_console,
     percent_cell,
     report_gate,
@@ -38,7 +39,6 @@ from vllm_eesd.bench.latency import (
     write_json,
 )
 from vllm_eesd.bench.measure import Runs, measure, rows
-from vllm_eesd.bench.progress import never_silent
 from vllm_eesd.bench.prompts import Prompt, read_prompts
 from vllm_eesd.bench.side_by_side import answer, legend
 from vllm_eesd.bench.streaming import PROMPT, DraftStream

@@ -65,7 +65,6 @@ class EngineSettings:
         policy: eesd's draft-length policy.
         seed: vLLM's seed.
         policy_args, trace_file: eesd's.
-        exit_layer: draft headless from this layer of the target instead of with a head.
         peers: directory of the trained peers' models, draft_model/ and eagle/; None takes peers/ in the target's.
         temperature: of every request, 0 to 2; sampled outputs differ from method to method and are not compared.
         top_p: share of the probability that is sampled from, in (0, 1].
@@ -79,14 +78,13 @@ class EngineSettings:
     seed: int = 0
     policy_args: Mapping[str, Any] = field(default_factory=dict)
     trace_file: str | None = None
-    exit_layer: int | None = None
     peers: str | None = None
     temperature: float = 0.0
     top_p: float = 1.0
 
     @classmethod
     def of(cls, args: argparse.Namespace) -> EngineSettings:
-        """Return the settings that `eesd bench latency` and `throughput` were asked for.
+        """Return the settings that `eesd bench latency` was asked for.
 
         Raises:
             ValueError: a value is not usable; one line.
@@ -115,7 +113,6 @@ class EngineSettings:
             config["num_speculative_tokens"] = self.num_speculative_tokens
         config |= {"policy_args": dict(self.policy_args)} if self.policy_args else {}
         config |= {"trace_file": self.trace_file} if self.trace_file else {}
-        config |= {"exit_layer": self.exit_layer} if self.exit_layer else {}
         return config | ({"model": self.head} if self.head else {})
 
     def method_arguments(self, method: str) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from vllm_eesd.flags import chat_template, drafting, positive, positive_list, positive_real, positive_reals, words
+from vllm_eesd.flags import chat_template, drafting, positive, positive_list, positive_real, words
 
 
 def demo(parser: argparse.ArgumentParser) -> None:
@@ -35,25 +35,6 @@ def latency(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--fixed-length", action="store_true", help=text)
     text = "end every greedy text where plain's begins to repeat itself"
     parser.add_argument("--up-to-loops", action="store_true", help=text)
-
-
-def throughput(parser: argparse.ArgumentParser) -> None:
-    """Flags of `vllm_eesd.bench.throughput`."""
-    measured(parser, rounds=3)
-    compared(parser)
-    parser.add_argument("--rate", type=positive_reals, default=[1.0, 2.0, 4.0], metavar="R,...", help="per second")
-    parser.add_argument("--requests", type=positive, default=32, metavar="Q", help="per round")
-    parser.add_argument("--seed", type=int, default=0, help="of the arrivals")
-
-
-def sweep(parser: argparse.ArgumentParser) -> None:
-    """Flags of `vllm_eesd.bench.sweep`."""
-    measured(parser, rounds=3)
-    text = "layers to draft headless from, or head: the head's own"
-    parser.add_argument("--exit-layers", type=words, default=["head"], metavar="N,...", help=text)
-    parser.add_argument("--lengths", type=positive_list, default=[2, 4, 8], metavar="K,...", help="longest drafts")
-    parser.add_argument("--policies", type=words, default=["goodput", "fixed"], metavar="P,...", help="policies")
-    parser.add_argument("--batch", type=positive_list, default=[1], metavar="B,...", help="batch sizes")
 
 
 def trace_record(parser: argparse.ArgumentParser) -> None:

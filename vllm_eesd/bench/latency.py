@@ -36,7 +36,11 @@ from vllm_eesd.bench.measure import Work, controls, measure, rows
 from vllm_eesd.bench.prompts import chosen_file, read_prompts
 from vllm_eesd.bench.vllm_engine import VllmEngine
 from vllm_eesd.files import write_whole
+from vllm_eesd.progress import told_again
 from vllm_eesd.provenance import provenance
+
+#: Seconds after which what is going on is told again: a spinner's seconds run, elsewhere it is a line more.
+IN_TERMINAL_S, ELSEWHERE_S = 1.0, 3.0
 
 
 def run(args: argparse.Namespace) -> int:
@@ -160,6 +164,14 @@ def reporting(console: Console) -> Iterator[Callable[[str], None]]:
             yield lambda text: shown.update(Spinner("dots", text))
     finally:
         console.record = recorded
+
+
+@contextmanager
+def never_silent(console: Console) -> Iterator[Callable[[str], None]]:
+    """Give `reporting`'s function, which tells again what is going on, with how long it has taken, until it ends."""
+    every_s = IN_TERMINAL_S if console.is_terminal else ELSEWHERE_S
+    with reporting(console) as show, told_again(show, every_s) as say:
+        yield say
 
 
 def latency_table(results: list[dict[str, Any]]) -> Table:

@@ -12,7 +12,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from vllm_eesd.bench.progress import never_silent
+from vllm_eesd.bench.latency import never_silent
 from vllm_eesd.bench.streaming import ACCEPTED, MARKS, DraftText
 from vllm_eesd.bench.vllm_engine import VllmEngine
 

@@ -1,11 +1,9 @@
-"""One vLLM engine as the measurements see it: prompts, streams, requests that arrive, and the drafter's numbers."""
+"""One vLLM engine as the measurements see it: prompts, streams and the drafter's numbers."""
 
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 #: Tokens to generate: as many for every prompt, or each prompt's own number.
@@ -15,28 +13,6 @@ Limits = int | Sequence[int]
 def each_limit(limits: Limits, num_prompts: int) -> list[int]:
     """Return how many tokens to generate for each prompt."""
     return [limits] * num_prompts if isinstance(limits, int) else list(limits)
-
-
-@dataclass
-class Served:
-    """What became of one request; times in seconds since the first could arrive.
-
-    Attributes:
-        arrived: when it was to arrive: waiting for the engine to take it counts as its latency.
-        first, last: when its first and its last token came.
-        tokens: generated.
-    """
-
-    arrived: float
-    first: float = 0.0
-    last: float = 0.0
-    tokens: list[int] = field(default_factory=list)
-
-    def add(self, tokens: list[int], now: float) -> None:
-        """Take in tokens that came now."""
-        if tokens:
-            self.first, self.last = self.first if self.tokens else now, now
-            self.tokens += tokens
 
 
 class VllmEngine:
@@ -124,28 +100,6 @@ class VllmEngine:
             outputs = engine.step()
             begin(sum(output.finished for output in outputs))
             yield [(int(output.request_id), list(output.outputs[0].token_ids)) for output in outputs]
-
-    def serve(
-        self, prompts: list[list[int]], arrivals: list[float], max_tokens: int, ignore_eos: bool | None = None
-    ) -> list[Served]:
-        """Generate tokens, as `generate` does, for each prompt, which arrives at its time in seconds."""
-        from vllm.inputs import tokens_input
-        from vllm.sampling_params import RequestOutputKind
-
-        given = {"output_kind": RequestOutputKind.DELTA} | _ends(ignore_eos)
-        engine, params = self._llm.llm_engine, self._params(max_tokens, **given)
-        served, begun, began = [Served(arrival) for arrival in arrivals], 0, time.perf_counter()
-        while begun < len(prompts) or engine.has_unfinished_requests():
-            while begun < len(prompts) and arrivals[begun] <= time.perf_counter() - began:
-                engine.add_request(str(begun), tokens_input(prompts[begun]), params)
-                begun += 1
-            if not engine.has_unfinished_requests():
-                time.sleep(max(0.0, arrivals[begun] - (time.perf_counter() - began)))
-                continue
-            outputs, now = engine.step(), time.perf_counter() - began
-            for output in outputs:
-                served[int(output.request_id)].add(list(output.outputs[0].token_ids), now)
-        return served
 
     def forget_prefixes(self) -> None:
         """Empty the prefix cache, so that no prompt is free because it ran before."""

@@ -28,13 +28,13 @@ from vllm_eesd.distill.held_out import answer_window, long_answers
 from vllm_eesd.distill.material import DEFAULT_LONGEST
 from vllm_eesd.distill.metrics import draft_passes
 from vllm_eesd.distill.model import load_head
-from vllm_eesd.distill.progress import progress, telling
 from vllm_eesd.distill.report import check_writable, serve_command, write_json
 from vllm_eesd.distill.target import Target, load_target
 from vllm_eesd.distill.text import check_seq_len, read_files
 from vllm_eesd.exit_head.checkpoint import ExitHeadConfig, Prior
 from vllm_eesd.policy import Calibration
 from vllm_eesd.policy.calibration import DRAWN, EDGES, FILE_NAME, SHARED_NOISE
+from vllm_eesd.progress import progress, telling
 
 # A prior worth fewer observations says nothing; one worth more would not yield to what a request shows.
 MIN_CONCENTRATION, MAX_CONCENTRATION = 2.0, 50.0

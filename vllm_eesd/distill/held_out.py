@@ -18,9 +18,9 @@ from vllm_eesd.distill.data import as_source, long_enough, spaced_windows
 from vllm_eesd.distill.generate import own_held_out
 from vllm_eesd.distill.material import DEFAULT_LONGEST, Material, OwnTalks
 from vllm_eesd.distill.metrics import evaluate
-from vllm_eesd.distill.progress import telling
 from vllm_eesd.distill.rows import Rows
 from vllm_eesd.distill.target import Target
+from vllm_eesd.progress import telling
 
 # Prompts whose answers are measured on at most, and the longest answer.
 HELD_OUT_ANSWERS, HELD_OUT_ANSWER_TOKENS = 32, 256

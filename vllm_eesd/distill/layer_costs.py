@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import DynamicCache
 
-from vllm_eesd.distill.progress import progress
 from vllm_eesd.distill.target import Target
+from vllm_eesd.progress import progress
 
 # Tokens in the cache while timing, where the target takes that many.
 CONTEXT = 256

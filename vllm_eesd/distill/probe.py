@@ -30,11 +30,11 @@ from vllm_eesd.distill.expected import (
 from vllm_eesd.distill.layer_costs import LayerCosts, LayerResult, measure_costs
 from vllm_eesd.distill.losses import CHUNK_LOGITS
 from vllm_eesd.distill.plots import check_plot, plot_probe
-from vllm_eesd.distill.progress import progress
 from vllm_eesd.distill.report import as_typed, check_writable, command, write_json
 from vllm_eesd.distill.target import Target, load_target
 from vllm_eesd.distill.text import measuring_windows
 from vllm_eesd.distill.vocabulary import coverage, end_tokens
+from vllm_eesd.progress import progress
 
 # Floats of hidden states kept at one time: 256 MiB of float32.
 CHUNK_STATES = 1 << 26

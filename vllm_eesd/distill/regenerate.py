@@ -16,7 +16,7 @@ from vllm_eesd.conversations import Conversation, Message, continuation_ids, pro
 from vllm_eesd.distill import processes
 from vllm_eesd.distill.answers import Ways, user_turns
 from vllm_eesd.distill.journal import Journal
-from vllm_eesd.distill.progress import telling
+from vllm_eesd.progress import telling
 
 #: Conversations of a batch: an engine that runs half as many at a time is busy nearly to its end.
 BATCH = 256

@@ -27,7 +27,6 @@ from vllm_eesd.distill.measuring import WATCHED_WINDOWS, num_windows, seconds_a_
 from vllm_eesd.distill.model import head_config, new_head
 from vllm_eesd.distill.precision import uses_bfloat16
 from vllm_eesd.distill.probe import best_exit_layer, probe
-from vllm_eesd.distill.progress import progress
 from vllm_eesd.distill.report import as_typed, check_writable, command, serve_command, write_json
 from vllm_eesd.distill.target import Target, default_aux_layers, default_init, load_target
 from vllm_eesd.distill.text import measuring_windows
@@ -37,6 +36,7 @@ from vllm_eesd.distill.vocabulary import check_size, end_tokens, most_frequent, 
 from vllm_eesd.distill.vocabulary_choice import chosen_vocabulary
 from vllm_eesd.exit_head.checkpoint import TRAINING_NAME, ExitHeadConfig, Prior, write_head
 from vllm_eesd.exit_head.config import one_line
+from vllm_eesd.progress import progress
 
 # What `--exit-layer auto` looks at: `eesd probe`'s own defaults.
 PROBE_WINDOWS, PROBE_SEQ_LEN = 16, 256

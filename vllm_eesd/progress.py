@@ -1,4 +1,4 @@
-"""How far a stretch of work is: a bar on a terminal, elsewhere a line every few seconds."""
+"""What is going on and how far it is: a bar or a spinner on a terminal, elsewhere a line every few seconds."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import io
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -37,7 +38,6 @@ def progress(
     # Without a terminal tqdm, which would go back to the line's start, keeps count and formats; the thread prints.
     shown = {"file": sys.stderr if terminal else io.StringIO(), "leave": False}
     shown["bar_format"] = UNCOUNTED if total is None else BEGUN
-    ended = threading.Event()
     told = doing if callable(doing) else lambda: doing
     with tqdm(desc=told(), total=total, unit=unit, **shown) as bar:
 
@@ -46,14 +46,8 @@ def progress(
             if not terminal:
                 print(bar, file=sys.stderr, flush=True)
 
-        every_s = DRAW_EVERY_S if terminal else LINE_EVERY_S
-        thread = threading.Thread(target=_repeat, args=(draw, every_s, ended), daemon=True)
-        thread.start()
-        try:
+        with _repeated(draw, DRAW_EVERY_S if terminal else LINE_EVERY_S):
             yield partial(_count, bar)
-        finally:
-            ended.set()
-            thread.join()
 
 
 @contextlib.contextmanager
@@ -65,11 +59,47 @@ def telling(describe: Callable[[], str], quiet: bool = False) -> Iterator[None]:
         print(describe(), flush=True)
 
 
+@contextlib.contextmanager
+def told_again(show: Callable[[str], None], every_s: float) -> Iterator[Callable[[str], None]]:
+    """Give a function that shows a text at once and, with the time it took, every so many seconds until the next."""
+    lock, text, began, due = threading.Lock(), "", 0.0, float("inf")
+
+    def say(new: str) -> None:
+        nonlocal text, began, due
+        with lock:
+            text, began = new, time.monotonic()
+            due = began + every_s
+            show(text)
+
+    def again() -> None:
+        nonlocal due
+        with lock:
+            if (now := time.monotonic()) >= due:
+                due = now + every_s
+                show(f"{text} ({now - began:.0f} s)")
+
+    with _repeated(again, every_s / 4):
+        yield say
+
+
 def _count(bar: tqdm, steps: float) -> None:
     bar.bar_format = UNCOUNTED if bar.total is None else COUNTED
     bar.update(steps)
 
 
-def _repeat(draw: Callable[[], object], every_s: float, ended: threading.Event) -> None:
-    while not ended.wait(every_s):
-        draw()
+@contextlib.contextmanager
+def _repeated(call: Callable[[], object], every_s: float) -> Iterator[None]:
+    """Call a function every so many seconds while the block runs."""
+    ended = threading.Event()
+
+    def repeat() -> None:
+        while not ended.wait(every_s):
+            call()
+
+    thread = threading.Thread(target=repeat, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()

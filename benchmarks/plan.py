@@ -1,14 +1,19 @@
-"""`eesd plan`: what recorded acceptance would be worth on another machine and with another model, and which head pays.
+"""What recorded acceptance would be worth on a GPU that is not here and with another model, and which head pays there.
 
-A trace says what its head, of N of the L layers of its target and M of its own, was right about. Nobody knows what a
-head of another target will be right about before it is trained; here it is what the recorded one was, at the same depth
-N / L.
+    python -P benchmarks/plan.py --gpu h200 --tp 4 --layers 80 --hidden 8192 --vocab 128256 --trace TRACE
+
+A dense trace (`eesd trace-record`) says which drafts of its head, of N of the L layers of its target and M of its own,
+were right. How often a head of another target will be right is not known before it is trained; it is taken to be as
+often as the recorded one at the same depth N / L. Traces of several heads are compared. Times are those of a roofline
+(`roofline.py`): launches, link latencies and the engine's own work are left out unless given, so speedups are an upper
+bound.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
 from dataclasses import asdict, dataclass, replace
 from math import ceil
 from pathlib import Path
@@ -17,19 +22,26 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
+from roofline import GPUS, Roofline, Shape, costs_of
 
+from vllm_eesd.flags import policy, positive, positive_list, thousands
 from vllm_eesd.policy import POLICIES, BetaPosterior, build_policy
 from vllm_eesd.simulate.peers import best_fixed
 from vllm_eesd.simulate.replay import PolicyDrafter, Replay, replay
-from vllm_eesd.simulate.roofline import GPUS, Roofline, Shape, costs_of
 from vllm_eesd.simulate.run import load_traces
 from vllm_eesd.simulate.world import World
 from vllm_eesd.traces.dense import DenseTrace, DraftLayers
 
-#: Of the vocabulary, what `plan` compares with where none is given: 8k of 49k tokens.
-SUPPOSED_SHARE = 6
-#: Rows of a draft vocabulary come in so many.
-ROWS_MULTIPLE = 64
+#: Flags of the target's sizes.
+SIZES = {
+    "layers": "decoder layers",
+    "hidden": "width",
+    "vocab": "vocabulary",
+    "intermediate": "the MLP's width (default 3.5 times the width)",
+    "heads": "attention heads (default: width / head-dim)",
+    "kv-heads": "heads of keys and values (default 8)",
+    "head-dim": "(default 128)",
+}
 
 
 @dataclass(frozen=True)
@@ -45,11 +57,6 @@ class Head:
     exit_layer: int
     head_layers: int
 
-    def __str__(self) -> str:
-        return (
-            f"N = {self.exit_layer}, M = {self.head_layers}" if self.head_layers else f"N = {self.exit_layer}, headless"
-        )
-
 
 def run(args: argparse.Namespace) -> int:
     """Plan, print the table and write what was asked for.
@@ -62,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
     console, rows = Console(highlight=False), []
     for batch in args.batch:
         for head in heads:
-            with console.status(f"batch {batch}, {head}"):
+            with console.status(f"batch {batch}, N = {head.exit_layer}, M = {head.head_layers}"):
                 rows.append(plan_batch(head, roofline_of(args, shape, head), batch, args))
     of = ", ".join(dict.fromkeys(head.trace.workload for head in heads))
     title = (
@@ -73,9 +80,6 @@ def run(args: argparse.Namespace) -> int:
     console.print(table(rows, title))
     if len(heads) > 1:
         console.print(verdict(rows), soft_wrap=True)
-    compared = [line for head in heads if (line := lm_head_line(args, shape, head))]
-    for line in compared:
-        console.print(line, soft_wrap=True)
     console.print(
         f"Published figures: {GPUS[args.gpu].source}. A roofline: launches, link latencies and the engine's own work "
         "are not in it unless given (--step-overhead-ms, --draft-, --round- and --verify-overhead-ms, --reached), so "
@@ -83,9 +87,7 @@ def run(args: argparse.Namespace) -> int:
         "alone: without n-gram drafts."
     )
     if args.json:
-        notes = {"gpu": args.gpu, **asdict(GPUS[args.gpu]), "tp": args.tp, "dtype": args.dtype}
-        content = {"shape": asdict(shape), "draft_vocab": args.draft_vocab, "context": args.context, "machine": notes}
-        content |= {"traces": args.trace, "policy": args.policy, "rows": rows}
+        content = vars(args) | {"shape": asdict(shape), "machine": asdict(GPUS[args.gpu]), "rows": rows}
         Path(args.json).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     return 0
 
@@ -146,8 +148,8 @@ def roofline_of(args: argparse.Namespace, shape: Shape, head: Head) -> Roofline:
     if args.draft_vocab is not None and args.draft_vocab > shape.vocab:
         raise ValueError(f"--draft-vocab {args.draft_vocab} is more than the vocabulary, {shape.vocab}")
     overheads = (args.step_overhead_ms, args.draft_overhead_ms, args.round_overhead_ms, args.verify_overhead_ms)
-    if min(overheads) < 0:
-        raise ValueError("overheads are not allowed to be below 0")
+    if min(*overheads, args.aux_layers) < 0:
+        raise ValueError("overheads and --aux-layers are not allowed to be below 0")
     machine = args.tp, args.dtype, args.context, args.reached
     fill_states = 2 + args.aux_layers if head.head_layers else 0
     return Roofline(shape, head.exit_layer, head.head_layers, gpu, *machine, *overheads, args.draft_vocab, fill_states)
@@ -161,7 +163,6 @@ def plan_batch(head: Head, machine: Roofline, batch: int, args: argparse.Namespa
         batch: requests that decode at once.
         plain_ms, draft_step_ms: times of plain vLLM's step and of a draft step of that batch.
         verify_ms: a step in which every request verifies the trace's longest draft.
-        plain_tokens_per_s: of the whole batch.
         best_fixed, best_fixed_speedup: the best fixed draft length in hindsight.
         speedup: of the policy, over plain decoding.
         head_speedup: of it without n-gram drafts, which copy the trace's texts; of most policies the same.
@@ -194,7 +195,6 @@ def plan_batch(head: Head, machine: Roofline, batch: int, args: argparse.Namespa
         "plain_ms": plain_ms,
         "draft_step_ms": true.draft_step_ms(batch),
         "verify_ms": true.verify_ms(batch, batch * trace.num_speculative_tokens),
-        "plain_tokens_per_s": 1e3 * batch / plain_ms,
         "best_fixed": best,
         "best_fixed_speedup": of_plain * fixed.goodput_vs_plain,
         "speedup": of_plain * chosen.goodput_vs_plain,
@@ -203,28 +203,6 @@ def plan_batch(head: Head, machine: Roofline, batch: int, args: argparse.Namespa
         "memory_gb": memory,
         "fits": memory <= machine.gpu.memory_gb,
     }
-
-
-def lm_head_line(args: argparse.Namespace, shape: Shape, head: Head) -> str:
-    """Return what the LM head costs a draft of the first batch size, with and without a draft vocabulary.
-
-    "" where it has fewer weights than the layers of a draft step. The vocabulary is the one given, else a sixth of the
-    target's.
-    """
-    if shape.vocab * shape.hidden <= (head.exit_layer + head.head_layers) * shape.layer_weights:
-        return ""
-    batch = args.batch[0]
-    size = args.draft_vocab or -(-shape.vocab // (SUPPOSED_SHARE * ROWS_MULTIPLE)) * ROWS_MULTIPLE
-    machine = roofline_of(args, shape, head)
-    whole, cheap = (replace(machine, draft_vocab=rows) for rows in (None, size))
-    without, with_it = (plan_batch(head, one, batch, args) for one in (whole, cheap))
-    share = whole.lm_head_ms(batch) / whole.draft_step_ms(batch)
-    return (
-        f"{head}: the LM head is {share:.0%} of a draft step: with {size} of {shape.vocab} draft tokens one takes "
-        f"{cheap.draft_step_ms(batch):.3f} ms instead of {whole.draft_step_ms(batch):.3f}, and batch {batch} is at "
-        f"{with_it['head_speedup']:.2f}x instead of {without['head_speedup']:.2f}x without n-gram drafts, less what "
-        "tokens beyond them cost (eesd probe measures their share of the text)"
-    )
 
 
 def verdict(rows: list[dict[str, Any]]) -> str:
@@ -261,3 +239,42 @@ def table(rows: list[dict[str, Any]], title: str) -> Table:
     if not all(row["fits"] for row in rows):
         result.caption = "* more than the devices' memory holds"
     return result
+
+
+def read_arguments(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--trace", required=True, nargs="+", metavar="TRACE", help="dense traces, one for each head")
+    add("--gpu", required=True, metavar="G", help=", ".join(GPUS))
+    add("--exit-layer", type=int, metavar="N", help="target layers a draft runs (default: as deep as the trace's)")
+    add("--head-layers", type=positive, metavar="M", help="the exit head's (default: the trace's, or 1)")
+    add("--aux-layers", type=int, default=3, metavar="A", help="from which its KV is filled too (default 3)")
+    add("--draft-vocab", type=thousands, metavar="V", help="rows of the LM head a draft multiplies")
+    add("--headless", action="store_true", help="without an exit layer after them")
+    add("--model", metavar="DIR", help="read the target's sizes from its config.json")
+    for size, text in SIZES.items():
+        add(f"--{size}", type=positive, metavar="n", help=text)
+    add("--tp", type=positive, default=1, metavar="T", help="devices, tensor parallel (default 1)")
+    add("--dtype", default="bfloat16", help="of the weights: bfloat16 or fp8 (default bfloat16)")
+    add("--context", type=positive, default=1024, metavar="C", help="tokens in the cache (default 1024)")
+    add("--batch", type=positive_list, default=[1, 2, 4, 8, 16, 32, 64], help="(default 1,2,...,64)")
+    policy(parser)
+    add("--reached", type=float, default=1.0, help="share of published peaks (default 1)")
+    for overhead in ("step", "draft", "round", "verify"):
+        add(f"--{overhead}-overhead-ms", type=float, default=0.0, metavar="MS", help="added (default 0)")
+    add("--seed", type=int, default=0, help="of the policy and of timing noise (default 0)")
+    add("--json", metavar="OUT", help="write what was planned")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Plan; what the user got wrong is one line."""
+    try:
+        return run(read_arguments(argv))
+    except (ValueError, OSError) as error:
+        print(f"plan: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -186,12 +186,6 @@ class Roofline:
         layers = self.exit_layer + self.head_layers
         return self._forward_ms(drafting, layers, num_reqs, num_reqs * tokens_each) + self.draft_overhead_ms
 
-    def lm_head_ms(self, num_reqs: int) -> float:
-        """Return what the LM head is of a draft step, the gather of its logits from several devices included."""
-        layers = replace(self.shape, vocab=0)
-        without = self._forward_ms(layers, self.exit_layer + self.head_layers, num_reqs, num_reqs)
-        return self.draft_step_ms(num_reqs) - self.draft_overhead_ms - without
-
     def _forward_ms(self, shape: Shape, layers: int, num_reqs: int, tokens: int) -> float:
         work = shape.work(layers, num_reqs, tokens, self.context, self.dtype)
         seconds = sum(self._seconds(*line) for line in work) / self.tp
