@@ -38,7 +38,7 @@ def measure(name: str, num_rows: int, hopeless: bool) -> dict[str, float]:
     policy = build_policy(name, BetaPosterior(num_rows, 3.0, 1.0), 0, {})
     slots, limits = np.arange(num_rows), np.full(num_rows, NUM_SPECULATIVE_TOKENS)
     policy.reset(slots)
-    everyone, no_ngrams = np.ones(num_rows, dtype=bool), np.zeros(num_rows, dtype=bool)
+    everyone = np.ones(num_rows, dtype=bool)
     times: dict[str, list[float]] = {"feed_costs": [], "observe": [], "begin": [], "tell": [], "step": []}
 
     def timed(hook: str, function, *args):
@@ -54,7 +54,7 @@ def measure(name: str, num_rows: int, hopeless: bool) -> dict[str, float]:
             timed("tell", round_.tell, generator.beta(6, 2, len(round_.rows)).astype(np.float32))
         accepted = np.minimum(round_.lengths, 0 if hopeless else generator.geometric(0.3, num_rows) - 1)
         timed("feed_costs", feed_costs, policy.costs, num_rows, round_.lengths, draft_ms)
-        outcome = Outcome(slots, round_.lengths, accepted, round_.confidences, no_ngrams, everyone)
+        outcome = Outcome(slots, round_.lengths, accepted, round_.confidences, round_.source, everyone)
         timed("observe", policy.observe, outcome)
         decided = sum(times["tell"][calls_before:])
         times["step"].append(decided + sum(times[hook][-1] for hook in ("feed_costs", "observe", "begin")))

@@ -62,7 +62,8 @@ class Waits(DeviceDrafter):
         policy.costs.all_rows_draft = False
 
     def _round_of(self, batch: Batch, world: Device) -> tuple[np.ndarray, int]:
-        round_, ends = DraftRound(self.policy, batch.slots, batch.limits), []
+        self.session.round = round_ = DraftRound(self.policy, batch.slots, batch.limits)
+        ends: list[float] = []
         while len(ends) < batch.limits.max(initial=0) and (round_.limits[round_.rows] > len(ends)).any():
             if not ends:
                 self._prepare(world, len(batch.slots))
@@ -122,7 +123,8 @@ class Conditional(DeviceDrafter):
     """The device decides as V1's host does, after every step."""
 
     def _round_of(self, batch: Batch, world: Device) -> tuple[np.ndarray, int]:
-        round_, num_steps = DraftRound(self.policy, batch.slots, batch.limits), 0
+        self.session.round = round_ = DraftRound(self.policy, batch.slots, batch.limits)
+        num_steps = 0
         while len(round_.rows):
             if not num_steps:
                 self._prepare(world, len(batch.slots))

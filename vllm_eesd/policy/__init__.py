@@ -9,13 +9,18 @@ from vllm_eesd.policy.costs import CostModel
 from vllm_eesd.policy.goodput import Goodput
 from vllm_eesd.policy.posterior import BetaPosterior
 from vllm_eesd.policy.protocol import DraftLengthPolicy, Outcome
+from vllm_eesd.policy.source import DRAWN, GREEDY, NGRAM, SHARED_NOISE
 from vllm_eesd.policy.state import load_state
 from vllm_eesd.policy.thompson import BetaThompson, CalibratedThompson
 from vllm_eesd.policy.thresholds import AdaEDL, Confidence, DraftVerify
 from vllm_eesd.policy_args import read_policy_args
 
 __all__ = [
+    "DRAWN",
+    "GREEDY",
+    "NGRAM",
     "POLICIES",
+    "SHARED_NOISE",
     "BetaPosterior",
     "Calibration",
     "CostModel",

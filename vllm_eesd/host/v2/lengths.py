@@ -17,7 +17,7 @@ from vllm_eesd.host.v2.batch import TargetStep
 from vllm_eesd.host.v2.drawing import Drawing
 from vllm_eesd.host.v2.readback import CopyStream, Drafted, PendingStep, RoundTimes
 from vllm_eesd.host.v2.trace import pending_verdict, recorded_rounds
-from vllm_eesd.policy import DraftLengthPolicy, Outcome
+from vllm_eesd.policy import NGRAM, DraftLengthPolicy, Outcome
 from vllm_eesd.round.counters import DraftStats
 from vllm_eesd.round.draft import DraftRound
 from vllm_eesd.round.idle import MAY_NOT_DRAFT, IdleBackoff
@@ -200,7 +200,7 @@ class Rounds:
             self._generation[slots],
             step.decoded(),
             np.minimum(self.num_drafted[slots], step.num_scheduled_drafts()),
-            self._pending.from_ngrams[slots],
+            self._pending.source[slots],
             self._matched[slots],
             step.num_tokens,
             self._to_host.copy(counts),
@@ -258,10 +258,11 @@ class Rounds:
         rows = np.flatnonzero(decoded & here)
         if len(rows):
             slots, accepted = step.slots[rows], np.minimum(num_sampled - 1, verified)[rows]
-            shared, from_ngrams = self.requests.updates_shared_prior[slots], step.from_ngrams[rows]
+            shared, source = self.requests.updates_shared_prior[slots], step.source[rows]
+            from_ngrams = source == NGRAM
             self.stats.count_ngrams(int(verified[rows][from_ngrams].sum()), int(accepted[from_ngrams].sum()))
             num_steps = 0 if step.drafted is None else step.drafted.round.num_steps
-            made = self._confidences[slots], from_ngrams
+            made = self._confidences[slots], source
             self._learner.learn(Outcome(slots, verified[rows], accepted, *made, shared, num_steps))
         if self.ngrams is not None and counts.shape[1] == 3:
             self._learn_ngrams(step, counts, rows, np.flatnonzero(here & (num_sampled > 0)))
@@ -302,6 +303,6 @@ class Rounds:
             self.stats.record(recorded_rounds(np.flatnonzero(step.decoded), request_ids, verified, copy))
         if self.round_trace is None:
             return
-        drafts = Drafts(step.slots, self._pending.confidences[step.slots], self._pending.from_ngrams[step.slots])
+        drafts = Drafts(step.slots, self._pending.confidences[step.slots], self._pending.source[step.slots])
         verdict = pending_verdict(step, request_ids, verified, copy, self.policy.needs_confidence)
         self.round_trace.add_pending(drafts, self.policy, self._began_s, int(step.decoded.sum()), verdict)

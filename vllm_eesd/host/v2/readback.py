@@ -141,7 +141,7 @@ class PendingStep(NamedTuple):
         generations: [num_reqs] int64, which of a slot's requests it was.
         decoded: [num_reqs] bool, False for prompt chunks.
         num_verified: [num_reqs] int64, draft tokens the target judged.
-        from_ngrams: [num_reqs] bool, whose were n-gram drafts.
+        source: [num_reqs] int8, how their drafts were made, see `vllm_eesd.policy.source`.
         matched: [num_reqs] int64, `NgramRates.matched` when the n-gram draft that this step judges was found; negative
             if none was.
         num_tokens: tokens of the target's forward.
@@ -157,7 +157,7 @@ class PendingStep(NamedTuple):
     generations: np.ndarray
     decoded: np.ndarray
     num_verified: np.ndarray
-    from_ngrams: np.ndarray
+    source: np.ndarray
     matched: np.ndarray
     num_tokens: int
     counts: HostCopy
