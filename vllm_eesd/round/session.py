@@ -9,17 +9,16 @@ A round, on either model runner and in a replay, in the order of arXiv 2406.0385
     session.end(...)                 the drafts wait for their verdict
     session.back_off(...)            where nothing was worth drafting, the next decisions are skipped (`skips`)
 
-`delay` says how many steps late a verdict is read. With 0 (Model Runner V1) it is known when the next round begins, and
-so is each confidence before the next draft step: the policy is asked token by token. With 2 (Model Runner V2) the
-device runs behind the host: `verdict` learns from the step before the last, and a round is decided before its first
-draft step, by the confidences of the last drafts that are known.
+`delay` says how many steps late a verdict is read. With 0 (Model Runner V1) a verdict is known when the next round
+begins, and a confidence before the next draft step: the policy is asked token by token. With 2 (Model Runner V2) the
+host runs ahead of the device: `verdict` takes in the step just launched and learns from the one two steps before, and
+a round is decided before its first draft step, by the confidences of the last drafts that are known.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -31,92 +30,7 @@ from vllm_eesd.round.ngram import NgramRates
 from vllm_eesd.round.outcome import Learner, StepTimes
 from vllm_eesd.round.requests import NewRequest, RunningRequests
 from vllm_eesd.round.slots import PendingDrafts
-
-
-class Readable(Protocol):
-    """Values that a device may still be computing."""
-
-    def numpy(self) -> np.ndarray:
-        """Return the values; waits for them."""
-
-
-class Known(NamedTuple):
-    """Values that are on the host already."""
-
-    values: np.ndarray
-
-    def numpy(self) -> np.ndarray:
-        """Return the values."""
-        return self.values
-
-
-class Step(NamedTuple):
-    """A step of the target that judged drafts; what has to be read of it is read `Session.delay` steps later.
-
-    Attributes:
-        slots: [num_rows] int64, distinct: its requests.
-        decoded: [num_rows] bool, False for prompt chunks.
-        num_verified: [num_rows] int64, draft tokens that it judged.
-        counts: [num_rows, 1 or 3] integers: tokens emitted; and where n-gram drafts are known as late as this: the
-            leading tokens of the last one that were emitted, and the tokens at the text's end that are matched now.
-        times: called with the tokens emitted and whether all rows decoded, once those are read; returns what the step
-            and the drafting before it took. None: no times are learned.
-        unobserved: [num_rows] bool, rows of whose drafts it is not known which were judged; they are counted, and teach
-            nothing. None: no row.
-    """
-
-    slots: np.ndarray
-    decoded: np.ndarray
-    num_verified: np.ndarray
-    counts: Readable
-    times: Callable[[int, bool], StepTimes] | None = None
-    unobserved: np.ndarray | None = None
-
-
-class Drafted(NamedTuple):
-    """A round's drafts whose confidences are read with their verdict.
-
-    Attributes:
-        round: its rows and their lengths.
-        generations: [num_rows] int64, which of a slot's requests each row was.
-        confidences: [num_rows, K] float32, known before the counts of the step that judges the drafts.
-        num_steps: draft steps that ran.
-    """
-
-    round: DraftRound
-    generations: np.ndarray
-    confidences: Readable
-    num_steps: int
-
-    def num_not_finite(self) -> int:
-        """Return how many tokens of submitted drafts have a confidence that is NaN."""
-        confidences = self.confidences.numpy()
-        lengths = np.where(self.round.from_ngrams, 0, self.round.lengths)
-        return int((np.isnan(confidences) & (np.arange(confidences.shape[1]) < lengths[:, None])).sum())
-
-    def known_confidences(self) -> np.ndarray:
-        """Return those of the steps that ran, [num_rows, K] float32, for every row ran every step; NaN of the rest."""
-        confidences = self.confidences.numpy()
-        return np.where(np.arange(confidences.shape[1]) < self.num_steps, confidences, np.nan)
-
-
-class _UnderWay(NamedTuple):
-    """A step whose verdict is not read yet, and what was known of its drafts when it judged them."""
-
-    step: Step
-    generations: np.ndarray
-    source: np.ndarray
-    matched: np.ndarray
-    drafted: Drafted | None
-    decision: tuple[int, float] | None
-    num_skipped: int
-
-
-class Grown(NamedTuple):
-    """Requests whose texts are known to be longer than one token a step: their slots, and by how many tokens."""
-
-    slots: np.ndarray
-    num_tokens: np.ndarray
+from vllm_eesd.round.step import Drafted, Grown, Readable, Step, UnderWay
 
 
 class Session:
@@ -162,7 +76,7 @@ class Session:
         """Drop what a failed round may have left half written: no request has a draft, verdicts under way are lost."""
         self.drafts.clear()
         self.drafted: Drafted | None = None
-        self._under_way: deque[_UnderWay] = deque()
+        self._under_way: deque[UnderWay] = deque()
         self._idle = IdleBackoff()
         self._decision: tuple[int, float] | None = None
 
@@ -192,7 +106,7 @@ class Session:
         """
         if self._idle.goes_on(request_ids, only_decoded):
             self.counters.count_lengths(0, 0, num_rounds=len(request_ids))
-            self.drafts.matched[self.round.slots] = -1  # the text goes on, and nobody searches it
+            self.drafts.matched[self.round.slots] = -1  # the text grows without a search
             return True
         if self._idle.num_skipped:
             self.policy.skipped(self.round.slots, self._idle.num_skipped)
@@ -208,7 +122,7 @@ class Session:
         """
         slots = step.slots
         known = self.generations[slots], self.drafts.source[slots], self.drafts.matched[slots]
-        self._under_way.append(_UnderWay(step, *known, self.drafted, self._decision, self._idle.take()))
+        self._under_way.append(UnderWay(step, *known, self.drafted, self._decision, self._idle.take()))
         self.drafted = self._decision = None
         return self.learn_oldest(learns) if len(self._under_way) > self.delay else None
 
@@ -222,7 +136,7 @@ class Session:
         """
         return self._observe(self._under_way.popleft(), learns) if self._under_way else None
 
-    def _observe(self, judged: _UnderWay, learns: bool) -> Grown:
+    def _observe(self, judged: UnderWay, learns: bool) -> Grown:
         step = judged.step
         counts = step.counts.numpy().astype(np.int64)
         num_sampled = counts[:, 0]
@@ -244,7 +158,7 @@ class Session:
             self.learner.learn_times(times)
         return grown
 
-    def _count(self, judged: _UnderWay, num_sampled: np.ndarray, rows: np.ndarray) -> None:
+    def _count(self, judged: UnderWay, num_sampled: np.ndarray, rows: np.ndarray) -> None:
         """Count the rounds of these rows."""
         num_verified, num_accepted = judged.step.num_verified[rows], num_sampled[rows] - 1
         for lengths in zip(num_verified.tolist(), num_accepted.tolist(), strict=True):
@@ -253,7 +167,7 @@ class Session:
         if from_ngrams.any():
             self.counters.count_ngrams(int(num_verified[from_ngrams].sum()), int(num_accepted[from_ngrams].sum()))
 
-    def _outcome(self, judged: _UnderWay, num_sampled: np.ndarray, rows: np.ndarray) -> Outcome:
+    def _outcome(self, judged: UnderWay, num_sampled: np.ndarray, rows: np.ndarray) -> Outcome:
         """Return what the policy learns of these rows, [any] int64."""
         step, slots = judged.step, judged.step.slots[rows]
         verified = step.num_verified if step.unobserved is None else np.where(step.unobserved, 0, step.num_verified)
@@ -270,7 +184,7 @@ class Session:
             same = self.generations[slots] == drafted.generations
             self.drafts.confidences[slots[same], : known.shape[1]] = known[same]
 
-    def _learn_ngrams(self, judged: _UnderWay, counts: np.ndarray, decoded: np.ndarray, emitted: np.ndarray) -> None:
+    def _learn_ngrams(self, judged: UnderWay, counts: np.ndarray, decoded: np.ndarray, emitted: np.ndarray) -> None:
         """Learn how much of the last n-gram drafts was emitted, and how far texts match now.
 
         Args:

@@ -15,7 +15,7 @@ import numpy as np
 from vllm_eesd.policy import DraftLengthPolicy
 from vllm_eesd.round.ngram import NgramDrafter, NgramRates
 from vllm_eesd.round.outcome import READBACK_DELAY
-from vllm_eesd.round.session import Known, Step
+from vllm_eesd.round.step import Known, Step
 from vllm_eesd.simulate.replay import Batch, PolicyDrafter
 from vllm_eesd.simulate.world import World
 

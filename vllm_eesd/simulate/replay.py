@@ -12,7 +12,8 @@ from vllm_eesd.policy import DraftLengthPolicy
 from vllm_eesd.round.counters import DraftStats
 from vllm_eesd.round.draft import draft_tokens
 from vllm_eesd.round.ngram import NgramDrafter, NgramRates
-from vllm_eesd.round.session import Known, Session, Step
+from vllm_eesd.round.session import Session
+from vllm_eesd.round.step import Known, Step
 from vllm_eesd.simulate.world import World
 from vllm_eesd.traces.dense import DenseTrace
 

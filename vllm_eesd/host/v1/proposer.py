@@ -30,7 +30,8 @@ from vllm_eesd.round.counters import DraftStats, Round
 from vllm_eesd.round.draft import DraftRound, draft_tokens
 from vllm_eesd.round.ngram import NgramDrafter
 from vllm_eesd.round.outcome import StepTimes
-from vllm_eesd.round.session import Known, Session, Step
+from vllm_eesd.round.session import Session
+from vllm_eesd.round.step import Known, Step
 from vllm_eesd.traces.dense import DenseRecorder
 from vllm_eesd.traces.rounds import Drafts, Judged
 
