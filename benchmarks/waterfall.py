@@ -84,7 +84,7 @@ PIECES = {
         _RUNNER + "_update_states_after_model_execute",
         _RUNNER + "take_draft_token_ids",
         "vllm.v1.engine.output_processor:OutputProcessor.process_outputs",
-        "vllm_eesd.round.counters:DraftStats.count",
+        "vllm_eesd.round.session:Session._count",
     ],
     UNNAMED: [STEP],
 }

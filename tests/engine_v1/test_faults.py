@@ -21,7 +21,7 @@ MAX_TOKENS = 40
 fault = pytest.mark.fault
 #: Where a fault is planted: a function, and the numbers of its calls that raise. Draft steps run several to a round.
 PLACES = {
-    "vllm_eesd.host.v1.proposer:EarlyExitProposer._learn_outcome": (0, 9),
+    "vllm_eesd.round.session:Session.verdict": (0, 9),
     "vllm_eesd.round.outcome:Learner.learn_times": (1, 9),
     "vllm_eesd.round.outcome:Learner.report": (1, 9),
     "vllm_eesd.round.requests:RunningRequests.admit": (0,),
@@ -35,7 +35,7 @@ PLACES = {
     "vllm_eesd.round.draft:DraftRound.tell": (4, 15),
     "vllm_eesd.policy:BetaPosterior.observe": (1, 7),
     "vllm_eesd.policy:CostModel.observe_verify": (0, 7),
-    "vllm_eesd.round.counters:DraftStats.count": (8, 30),
+    "vllm_eesd.round.counters:DraftStats.count_lengths": (8, 30),
 }
 
 
@@ -125,7 +125,7 @@ def test_a_fault_anywhere_costs_one_round_of_drafts(served, greedy, prompts, exp
     assert greedy(llm, prompts, max_tokens=MAX_TOKENS) == expected  # over prefix-cache blocks written through the fault
     stats = stats_of(llm)
     assert stats["accepted"] == stats["drafted"] > 100
-    assert len(drafter._requests) <= len(prompts)
+    assert len(drafter._slots) <= len(prompts)
 
 
 @fault("drafting raises until speculation is off", MAX_FAULTS)
@@ -140,7 +140,7 @@ def test_repeated_faults_switch_speculation_off(served, greedy, prompts, expecte
     assert greedy(llm, prompts, max_tokens=MAX_TOKENS) == expected  # the cause is gone, but nobody tries again
     stats = stats_of(llm)
     assert stats["drafted"] == 0 and stats["speculation_off"]
-    assert len(drafter._requests) == 0
+    assert len(drafter._slots) == 0
 
 
 def test_rare_faults_are_forgiven(log_lines):

@@ -191,7 +191,7 @@ def test_finished_requests_leave_no_state_behind(engine, greedy, random_target, 
         for _ in range(3):
             greedy(llm, prompts * 3, max_tokens=6)
         drafter = drafter_of(llm)
-        assert len(drafter._requests) <= 4
+        assert len(drafter._slots) <= 4
         scheduler = llm.llm_engine.engine_core.engine_core.scheduler
         assert scheduler.kv_cache_manager.usage == 0
 

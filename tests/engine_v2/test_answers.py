@@ -109,7 +109,7 @@ def test_a_drafter_that_waits_is_noticed(answers, monkeypatch):
 
     def end_and_look(self, confidences):
         end(self, confidences)
-        self._drafted.confidences.numpy()
+        self.session.drafted.confidences.numpy()
 
     monkeypatch.setattr(Rounds, "end", end_and_look)
     assert min(answers()) == 0

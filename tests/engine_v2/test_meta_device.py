@@ -206,6 +206,7 @@ class DeviceCopy:
 def rest_of_a_round(monkeypatch):
     """What a round does to the device outside `DraftSteps`: n-gram drafts, and its confidences on their way."""
     from vllm_eesd.host.v2 import lengths, ngrams
+    from vllm_eesd.round import session
 
     ints = {"device": META, "dtype": torch.int64}
 
@@ -226,7 +227,9 @@ def rest_of_a_round(monkeypatch):
     step = SimpleNamespace(idx_mapping=torch.zeros(NUM_REQS, **ints), num_sampled=torch.zeros(NUM_REQS, **ints))
     made = torch.zeros(NUM_REQS, K, **ints), torch.zeros(MAX_REQS, K, VOCAB_SIZE, device=META)
     rounds = object.__new__(lengths.Rounds)
-    rounds.round, rounds._generation = SimpleNamespace(slots=np.arange(NUM_REQS)), np.zeros(MAX_REQS)
+    rounds.session = object.__new__(session.Session)
+    rounds.session.round = SimpleNamespace(slots=np.arange(NUM_REQS), num_steps=K)
+    rounds.session.generations = np.zeros(MAX_REQS)
     rounds._to_host = SimpleNamespace(copy=DeviceCopy)
     device_ngrams = ngrams.DeviceNgrams(ngrams.RequestStates(states))
     with torch.inference_mode(), OnlyMeta():

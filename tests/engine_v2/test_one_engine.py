@@ -28,7 +28,7 @@ PLACES = {
     ],
     "the beginning": [("vllm_eesd.host.v2.lengths:Rounds.begin", (0, 3), True)],
     "learning and lengths": [
-        ("vllm_eesd.host.v2.lengths:Rounds._observe", (0,), False),
+        ("vllm_eesd.round.session:Session._observe", (0,), False),
         ("vllm_eesd.round.draft:DraftRound.decide_ahead", (1,), False),
     ],
     "draft steps": [

@@ -39,12 +39,12 @@ def speculator(v2):
     self.rounds = SimpleNamespace(
         round_trace=None,
         stats=SimpleNamespace(recording=False),
-        ngrams=None,
-        skips=lambda step, asynchronous: False,
+        policy=SimpleNamespace(uses_ngrams=False),
+        skips=lambda step: False,
         begin=begin,
         round=round_,
         drawing=SimpleNamespace(kind=lambda round_: 0, certain=lambda round_: nobody),
-        rest=lambda step, decision_ms: None,
+        back_off=lambda step, decision_ms: None,
     )
     for name in ("_prepare", "_without_adapters", "_run_round"):
         setattr(self, name, lambda *args, name=name, **kwargs: calls.append(name))
@@ -109,7 +109,7 @@ def test_where_no_request_can_use_a_draft_the_round_is_learned_from_and_nothing_
 
 
 def test_a_round_that_is_skipped_asks_the_device_nothing(speculator):
-    speculator.rounds.skips = lambda step, asynchronous: True
+    speculator.rounds.skips = lambda step: True
     speculator.propose(*arguments())
     assert not speculator.calls
 

@@ -185,7 +185,7 @@ def test_a_planted_wait_for_the_round_under_way_is_noticed(watched, monkeypatch)
 
     def end_and_look(self, confidences):
         end(self, confidences)
-        self._drafted.confidences.numpy()
+        self.session.drafted.confidences.numpy()
 
     monkeypatch.setattr(Rounds, "end", end_and_look)
     assert any(rounds < READBACK_DELAY for _, _, rounds in watched("goodput").waits)

@@ -17,7 +17,7 @@ class SoakExtension(WorkerExtension):
         gc.collect()
         return {
             "objects": len(gc.get_objects()),
-            "slots": len(self.model_runner.drafter._requests),
+            "slots": len(self.model_runner.drafter._slots),
             "faults_met": getattr(self, "_faults_met", 0),
         }
 
@@ -31,7 +31,7 @@ class SoakExtension(WorkerExtension):
         owner, name = {
             "step": (drafter._rows, "step"),
             "policy": (drafter.policy, "begin"),
-            "requests": (drafter._requests, "draft_limits"),
+            "requests": (drafter.session.requests, "draft_limits"),
         }[place]
         if owner is None or drafter.breaker.recent >= MAX_FAULTS - 1:
             return

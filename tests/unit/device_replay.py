@@ -12,11 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from vllm_eesd.config import MAX_SPECULATIVE_TOKENS
-from vllm_eesd.policy import DraftLengthPolicy, Outcome
-from vllm_eesd.round.draft import DraftRound
+from vllm_eesd.policy import DraftLengthPolicy
 from vllm_eesd.round.ngram import NgramDrafter, NgramRates
 from vllm_eesd.round.outcome import READBACK_DELAY
+from vllm_eesd.round.step import Known, Step
 from vllm_eesd.simulate.replay import Batch, PolicyDrafter
 from vllm_eesd.simulate.world import World
 
@@ -97,46 +96,6 @@ class Device(World):
         return ms
 
 
-class DeviceNgrams:
-    """The device's n-gram drafts, found in the text as it is, and what the host knows of them `READBACK_DELAY` later.
-
-    Args:
-        num_slots, longest: see `NgramDrafter`.
-    Attributes:
-        rates: the host's.
-        tokens: [num_slots, longest] int64, the device's drafts.
-    """
-
-    def __init__(self, num_slots: int, longest: int) -> None:
-        self.rates = NgramRates(num_slots, longest, delayed=True)
-        self._finder = NgramDrafter(num_slots, longest)
-        self.tokens = self._finder.tokens
-        self._judged: deque[tuple[np.ndarray, ...]] = deque()
-        self._matched: deque[tuple[np.ndarray, np.ndarray]] = deque()
-
-    def find(self, batch: Batch) -> None:
-        """Find the drafts of these texts, and let the host know what is old enough by now."""
-        slots, new = batch.slots, batch.slots[batch.new]
-        if len(new):
-            self._finder.reset(new)
-            self.rates.reset(new)
-        shared = np.ones(len(slots), dtype=bool)
-        self._finder.update(slots, batch.texts, slots, batch.num_tokens, shared)
-        self._matched.append((slots, self._finder.matched[slots]))
-        if len(self._judged) > READBACK_DELAY:
-            self.rates.learn(*self._judged.popleft(), shared)
-        if len(self._matched) > READBACK_DELAY:
-            self.rates.see(*self._matched.popleft())
-
-    def judge(self, batch: Batch, num_emitted: np.ndarray) -> None:
-        """Compare every draft with what its text goes on with, of which the step emitted so many tokens."""
-        slots = batch.slots
-        num_judged = np.minimum(num_emitted, self.tokens.shape[1])
-        drafts = [self.tokens[slot, :judged] for slot, judged in zip(slots, num_judged, strict=True)]
-        num_right = np.array([batch.num_right(row, draft) for row, draft in enumerate(drafts)])
-        self._judged.append((slots, self.rates.matched[slots], num_judged, num_right))
-
-
 class DeviceDrafter(PolicyDrafter):
     """A policy on such a device, in rounds decided ahead.
 
@@ -145,79 +104,77 @@ class DeviceDrafter(PolicyDrafter):
     """
 
     def __init__(self, policy: DraftLengthPolicy) -> None:
-        super().__init__(policy)
+        super().__init__(policy, READBACK_DELAY)
         policy.costs.all_rows_draft = True
-        self._device_ngrams: DeviceNgrams | None = None
-        num_slots = policy.posterior.max_num_reqs
-        self._known = np.full((num_slots, MAX_SPECULATIVE_TOKENS), np.nan, dtype=np.float32)
-        #: What became of the last steps, not read yet, of requests that still run.
-        self._pending: deque[Outcome] = deque()
+        #: What the device finds in the texts as they are; the session knows of it later.
+        self._finder: NgramDrafter | None = None
+        #: The last step's rows: slots, tokens submitted and emitted, and the leading tokens of their n-gram drafts that
+        #: were emitted, [num_rows] int64 each.
+        self._judged = (np.zeros(0, dtype=np.int64),) * 4
 
     def draft(self, batch: Batch, world: Device) -> tuple[np.ndarray, np.ndarray]:
-        new = batch.slots[batch.new]
-        if len(new):
-            self.policy.reset(new)
-            self._known[new] = np.nan
-            self._pending = deque(_rows(outcome, ~np.isin(outcome.slots, new)) for outcome in self._pending)
-        if len(self._pending) > READBACK_DELAY:
-            self._learn(self._pending.popleft())
         num_reqs, costs = len(batch.slots), self.policy.costs
+        if batch.new.any():
+            self.session.admit(batch.slots[batch.new])
+        self.session.verdict(self._last_step(batch, self._search(batch)))
         if world.verify_seen_ms:
             costs.observe_verify(self._num_reqs, self._num_tokens, world.measured(world.verify_seen_ms))
-        self._from_ngrams = np.zeros(num_reqs, dtype=bool)
-        num_verified, self._num_steps = self._round_of(batch, world)
-        for _ in range(self._num_steps):
+        num_verified, num_steps = self._round_of(batch, world)
+        if num_steps:
+            self.session.end(Known(batch.confidences), num_steps)
+        for _ in range(num_steps):
             costs.observe_draft_step(num_reqs, world.measured(world.draft_ms(num_reqs)))
         self._num_reqs, self._num_tokens = num_reqs, num_reqs + int(num_verified.sum())
         return num_verified, num_verified
 
-    def _round_of(self, batch: Batch, world: Device) -> tuple[np.ndarray, int]:
-        """Run a round's draft steps; return the tokens each row submits and the number of steps."""
-        ngrams = self._find_on_device(batch)
-        round_ = DraftRound(self.policy, batch.slots, batch.limits, None if ngrams is None else ngrams.rates)
-        round_.decide_ahead(self._known[batch.slots])
-        self._from_ngrams, num_steps = round_.from_ngrams, round_.num_steps
-        for row in np.flatnonzero(self._from_ngrams).tolist():
-            batch.matches[row] = batch.num_right(row, ngrams.tokens[batch.slots[row], : round_.lengths[row]])
-        if num_steps:
-            self._prepare(world, len(batch.slots))
-        for _ in range(num_steps):
-            world.launch(world.host.launch_ms, world.draft_ms(len(batch.slots)))
-        return round_.lengths, num_steps
-
-    def _find_on_device(self, batch: Batch) -> DeviceNgrams | None:
+    def _search(self, batch: Batch) -> NgramDrafter | None:
         """Find the rows' n-gram drafts; None if the policy uses none or no text is known."""
         if not self.policy.uses_ngrams or not batch.num_tokens.all():
             return None
-        if self._device_ngrams is None:
-            self._device_ngrams = DeviceNgrams(self.policy.posterior.max_num_reqs, batch.confidences.shape[1])
-        self._device_ngrams.find(batch)
-        return self._device_ngrams
+        size = self.policy.posterior.max_num_reqs, batch.confidences.shape[1]
+        if self._finder is None:
+            self._finder, self.session.ngrams = NgramDrafter(*size), NgramRates(*size, delayed=True)
+        self._finder.reset(batch.slots[batch.new])
+        shared = np.ones(len(batch.slots), dtype=bool)
+        self._finder.update(batch.slots, batch.texts, batch.slots, batch.num_tokens, shared)
+        return self._finder
+
+    def _last_step(self, batch: Batch, finder: NgramDrafter | None) -> Step:
+        """Return the step just run as the engine has it: rows that decoded, and prompts whose requests join."""
+        new = batch.slots[batch.new]
+        slots, num_verified, *counts = (column[~np.isin(self._judged[0], new)] for column in self._judged)
+        decoded = np.arange(len(slots) + len(new)) < len(slots)
+        slots, num_verified = np.append(slots, new), np.append(num_verified, 0 * new)
+        counts = [np.append(counts[0], 0 * new + 1), np.append(counts[1], 0 * new)]
+        if finder is None:
+            del counts[1:]
+        else:
+            counts.append(finder.matched[slots])
+        return Step(slots, decoded, num_verified, Known(np.stack(counts, axis=1)))
+
+    def _round_of(self, batch: Batch, world: Device) -> tuple[np.ndarray, int]:
+        """Run a round's draft steps; return the tokens each row submits and the number of steps."""
+        ngrams = self.session.ngrams if batch.num_tokens.all() else None
+        round_ = self.session.begin(batch.slots, batch.limits, ngrams)
+        for row in np.flatnonzero(round_.from_ngrams).tolist():
+            assert self._finder is not None
+            batch.matches[row] = batch.num_right(row, self._finder.tokens[batch.slots[row], : round_.lengths[row]])
+        if round_.num_steps:
+            self._prepare(world, len(batch.slots))
+        for _ in range(round_.num_steps):
+            world.launch(world.host.launch_ms, world.draft_ms(len(batch.slots)))
+        return round_.lengths, round_.num_steps
 
     def _prepare(self, world: Device, num_reqs: int) -> None:
         world.prepare()
         self.policy.costs.observe_draft_round(num_reqs, world.measured(world.host.inputs_device_ms))
 
     def observe(self, batch: Batch, num_verified: np.ndarray, num_accepted: np.ndarray) -> None:
-        width = batch.confidences.shape[1]
-        confidences = np.full((len(batch.slots), MAX_SPECULATIVE_TOKENS), np.nan, dtype=np.float32)
-        drafted = np.arange(width) < self._num_steps
-        confidences[:, :width] = np.where(drafted, batch.confidences, np.nan)
-        shared = np.ones(len(batch.slots), dtype=bool)
-        made = confidences, self._from_ngrams, shared
-        outcome = Outcome(batch.slots, num_verified, num_accepted, *made, self._num_steps)
-        if self._device_ngrams is not None:
-            self._device_ngrams.judge(batch, num_accepted + 1)
-        self._pending.append(outcome)
-
-    def _learn(self, outcome: Outcome) -> None:
-        if outcome.num_steps:
-            self._known[outcome.slots] = outcome.confidences
-        if len(outcome.slots):
-            self.policy.observe(outcome)
-
-
-def _rows(outcome: Outcome, chosen: np.ndarray) -> Outcome:
-    """Return what became of some rows, [num_rows] bool."""
-    *columns, num_steps = outcome
-    return Outcome(*(column[chosen] for column in columns), num_steps)
+        slots, num_emitted = batch.slots, num_accepted + 1
+        num_right = np.zeros_like(slots)
+        if self._finder is not None:
+            drafts = zip(slots, np.minimum(num_emitted, self._finder.tokens.shape[1]), strict=True)
+            num_right[:] = [
+                batch.num_right(row, self._finder.tokens[slot, :judged]) for row, (slot, judged) in enumerate(drafts)
+            ]
+        self._judged = slots, num_verified, num_emitted, num_right

@@ -3,7 +3,7 @@
 import numpy as np
 
 from vllm_eesd.config import MAX_SPECULATIVE_TOKENS
-from vllm_eesd.policy import Outcome
+from vllm_eesd.policy import GREEDY, NGRAM, Outcome
 
 
 def outcome(slots, num_verified, num_accepted, confidences=None, from_ngrams=None, updates_shared_prior=None):
@@ -17,6 +17,6 @@ def outcome(slots, num_verified, num_accepted, confidences=None, from_ngrams=Non
         np.asarray(num_verified, dtype=np.int64),
         np.asarray(num_accepted, dtype=np.int64),
         wide,
-        np.zeros(num_rows, dtype=bool) if from_ngrams is None else np.asarray(from_ngrams),
+        np.where(np.zeros(num_rows, dtype=bool) if from_ngrams is None else from_ngrams, NGRAM, GREEDY).astype(np.int8),
         np.ones(num_rows, dtype=bool) if updates_shared_prior is None else np.asarray(updates_shared_prior),
     )

@@ -142,7 +142,7 @@ def test_a_pending_draft_is_kept_by_slot_until_it_is_cleared():
     pending = PendingDrafts(4)
     round_ = DraftRound(Scripted([0, 2, 0, 1]), np.array([3, 1]), np.full(2, 8))
     draft_tokens(round_, Counting(), np.array([4, 6]))
-    pending.keep(round_)
+    pending.keep(round_, round_.confidences)
     assert pending.lengths.tolist() == [0, 2, 0, 1]
     np.testing.assert_allclose(pending.confidences[3, :2], [0.4, np.nan], rtol=1e-6)
     pending.clear(1)

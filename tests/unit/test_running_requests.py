@@ -5,9 +5,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from vllm_eesd.host.v1.batch import BatchRequests, V1Step
+from vllm_eesd.host.v1.batch import BatchSlots, V1Step
 from vllm_eesd.host.v1.draft_sampling import DraftSampling
 from vllm_eesd.policy import DRAWN, GREEDY, SHARED_NOISE, BetaPosterior, build_policy
+from vllm_eesd.round.requests import RunningRequests
 
 
 def make_runner(**requests):
@@ -43,23 +44,23 @@ def step_of(runner, finished=()):
 
 def test_requests_keep_their_slots_and_their_wishes():
     policy = build_policy("fixed", BetaPosterior(4), 0, {})
-    running = BatchRequests(4, 6, policy)
+    running, batch_slots = RunningRequests(4, 6, policy), BatchSlots(4)
     runner = make_runner(free=(50, None), short=(3, None), penalised=(None, {"eesd_max_draft_tokens": 2}))
-    slots = running.slots_of(step_of(runner))
+    slots = batch_slots.of(step_of(runner), running.admit)
     # `short` may emit three tokens: two drafts and one of the target's own fit.
     assert running.draft_limits(slots, np.array([10, 10, 10]), [[1], [1], [1]]).tolist() == [6, 2, 2]
     assert running.draft_limits(slots, np.array([10, 10, 98]), [[], [7], [1]]).tolist() == [0, 0, 1]
     assert running.updates_shared_prior[slots].tolist() == [True, True, False]
     runner.input_batch.req_ids = ["penalised", "free"]
-    assert running.slots_of(step_of(runner, finished={"short"})).tolist() == slots[[2, 0]].tolist()
-    assert len(running) == 2
+    assert batch_slots.of(step_of(runner, finished={"short"}), running.admit).tolist() == slots[[2, 0]].tolist()
+    assert len(batch_slots) == 2
 
 
 def test_a_request_drafts_on_after_a_token_that_does_not_end_it():
     """An EOS that it ignores, which vLLM counts among `all_stop_token_ids` all the same."""
-    running = BatchRequests(4, 6, build_policy("fixed", BetaPosterior(4), 0, {}))
+    running, batch_slots = RunningRequests(4, 6, build_policy("fixed", BetaPosterior(4), 0, {})), BatchSlots(4)
     runner = make_runner(ignoring=(50, None), other=(50, None))
-    slots = running.slots_of(step_of(runner))
+    slots = batch_slots.of(step_of(runner), running.admit)
     for token, limits in ((5, [6, 0]), (7, [0, 0]), (1, [6, 6])):
         assert running.draft_limits(slots, np.array([10, 10]), [[token], [token]]).tolist() == limits
 
@@ -84,12 +85,12 @@ def test_a_prompt_that_runs_again_is_no_decoding():
 def test_a_request_whose_end_no_round_heard_of_gives_its_slot_back():
     """vLLM tells the last ends before an idle server in a step without tokens, which drafts nothing."""
     policy = build_policy("fixed", BetaPosterior(4), 0, {})
-    running = BatchRequests(4, 6, policy)
+    running, batch_slots = RunningRequests(4, 6, policy), BatchSlots(4)
     runner = make_runner(first=(50, None), second=(50, None))
-    running.slots_of(step_of(runner))
+    batch_slots.of(step_of(runner), running.admit)
     later = make_runner(third=(50, None))
-    running.slots_of(step_of(later))
-    assert len(running) == 1
+    batch_slots.of(step_of(later), running.admit)
+    assert len(batch_slots) == 1
 
 
 @pytest.mark.parametrize("knows_noise", [True, False])
@@ -112,7 +113,7 @@ def test_the_policy_is_told_the_kind_of_every_requests_drafts(knows_noise, unsee
         vars(runner.requests[name].sampling_params).update({"temperature": 0.8} | changes)
     sampling = DraftSampling(unseeded_too)
     sampling._knows_noise = knows_noise
-    slots = BatchRequests(8, 6, policy, None, sampling.kind_of).slots_of(step_of(runner))
+    slots = BatchSlots(8).of(step_of(runner), RunningRequests(8, 6, policy, None, sampling.kind_of).admit)
     assert policy.kinds[slots].tolist() == [kind for _, kind in asked.values()]
-    slots = BatchRequests(8, 6, policy).slots_of(step_of(runner))
+    slots = BatchSlots(8).of(step_of(runner), RunningRequests(8, 6, policy).admit)
     assert not policy.kinds[slots].any(), "drafts of all requests are greedy"

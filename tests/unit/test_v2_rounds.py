@@ -490,10 +490,10 @@ def a_round(rounds, slots, num_tokens=None, **kwargs):
     step = target_step(slots, [1] * len(slots), **kwargs)
     step._batch.num_tokens = num_tokens or len(slots)
     step._batch.req_ids, step._batch.num_reqs = [str(slot) for slot in slots], len(slots)
-    if rounds.skips(step, True):
+    if rounds.skips(step):
         return True
     begin_step(rounds, step)
-    rounds.rest(step, decision_ms=3.0)
+    rounds.back_off(step, decision_ms=3.0)
     return False
 
 
@@ -541,8 +541,8 @@ def test_goodput_rests_where_drafting_does_not_pay_and_plain_steps_stay_timed(mo
     monkeypatch.setattr(rounds.policy, "idle_rounds", lambda slots: 5)
     monkeypatch.setattr(rounds.policy, "skipped", lambda slots, num_rounds: skipped.append((len(slots), num_rounds)))
     monkeypatch.setattr(rounds.policy.costs, "observe_decision", lambda *decision: told.append(decision))
-    learn_times = rounds._learner.learn_times
-    monkeypatch.setattr(rounds._learner, "learn_times", lambda step: times.append(step) or learn_times(step))
+    learn_times = rounds.session.learner.learn_times
+    monkeypatch.setattr(rounds.session.learner, "learn_times", lambda step: times.append(step) or learn_times(step))
     rounds.admit([0, 2], [new_request(), new_request()])
     assert [a_round(rounds, [0, 2]) for _ in range(13)] == 2 * [False, *[True] * 5] + [False]
     assert skipped == [(2, 5)] * 2
@@ -561,13 +561,13 @@ def test_an_ngram_draft_from_before_rounds_without_a_search_is_not_judged(monkey
     monkeypatch.setattr(rounds.policy, "idle_rounds", lambda slots: 5)
     rounds.admit([0], [new_request(max_tokens=80)])
     judged = []
-    monkeypatch.setattr(rounds.ngrams, "learn", lambda slots, *rest: judged.append(slots.tolist()))
+    monkeypatch.setattr(rounds.session.ngrams, "learn", lambda slots, *rest: judged.append(slots.tolist()))
     for _ in range(6 * (READBACK_DELAY + 3)):
         step = target_step([0], [1])
         step._batch.req_ids, step._batch.num_reqs = ["a"], 1
-        if not rounds.skips(step, True):
+        if not rounds.skips(step):
             rounds.begin(step, True, torch.tensor([[1, 1, 4]], dtype=torch.int32))
-            rounds.rest(step, 3.0)
+            rounds.back_off(step, 3.0)
     assert judged[1:] and judged == [[0], *[[]] * (len(judged) - 1)]
 
 

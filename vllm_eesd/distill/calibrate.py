@@ -33,7 +33,8 @@ from vllm_eesd.distill.target import Target, load_target
 from vllm_eesd.distill.text import check_seq_len, read_files
 from vllm_eesd.exit_head.checkpoint import ExitHeadConfig, Prior
 from vllm_eesd.policy import Calibration
-from vllm_eesd.policy.calibration import DRAWN, EDGES, FILE_NAME, SHARED_NOISE
+from vllm_eesd.policy.calibration import EDGES, FILE_NAME
+from vllm_eesd.policy.source import DRAWN, SHARED_NOISE
 from vllm_eesd.progress import progress, telling
 
 # A prior worth fewer observations says nothing; one worth more would not yield to what a request shows.

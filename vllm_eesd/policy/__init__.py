@@ -5,16 +5,18 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-from vllm_eesd.policy.calibration import DRAWN, GREEDY, SHARED_NOISE, Calibration
+from vllm_eesd.policy.calibration import Calibration
 from vllm_eesd.policy.costs import CostModel
 from vllm_eesd.policy.posterior import BetaPosterior
 from vllm_eesd.policy.protocol import DraftLengthPolicy, Outcome
+from vllm_eesd.policy.source import DRAWN, GREEDY, NGRAM, SHARED_NOISE
 from vllm_eesd.policy.state import load_state
 from vllm_eesd.policy_args import POLICIES, read_policy_args
 
 __all__ = [
     "DRAWN",
     "GREEDY",
+    "NGRAM",
     "POLICIES",
     "SHARED_NOISE",
     "BetaPosterior",

@@ -27,6 +27,7 @@ import numpy as np
 
 import vllm_eesd.policy.costs as costs
 from vllm_eesd.config import MAX_SPECULATIVE_TOKENS
+from vllm_eesd.policy.source import GREEDY, SHARED_NOISE
 
 FILE_NAME = "calibration.json"
 #: Finer towards 1, where most confidences are and where a product of several tells 0.9 from 0.99.
@@ -39,10 +40,7 @@ MEMORY = 2000.0
 SMOOTHING = 16.0
 MAX_FILE_BYTES = 1 << 20
 
-#: Kinds of drafts: the most probable token; drawn, and verified by the ratio of probabilities; drawn by the noise with
-#: which the target's token will be, and verified by equality.
-GREEDY, DRAWN, SHARED_NOISE = range(3)
-#: The tables, by kind of draft, and the prefixes of their names in a file.
+#: The prefixes of the tables' names in a file, by source of the drafts: GREEDY, DRAWN, SHARED_NOISE.
 PREFIXES = ("", "drawn_", "shared_noise_")
 
 

@@ -14,6 +14,7 @@ from vllm_eesd.policy.costs import WINDOW, CostModel
 from vllm_eesd.policy.guard import Guard
 from vllm_eesd.policy.posterior import BetaPosterior
 from vllm_eesd.policy.protocol import DraftLengthPolicy, Outcome
+from vllm_eesd.policy.source import NGRAM
 from vllm_eesd.policy_args import GoodputArgs
 
 #: What a request's outcomes count for after one more round with drafts: a memory of 14 rounds.
@@ -222,10 +223,11 @@ class Goodput(DraftLengthPolicy):
         self._quiet_rounds += 1
         if outcome.num_verified.any():
             self._quiet_rounds = 0
-            drafted = outcome.num_verified, outcome.from_ngrams, outcome.num_steps
+            from_ngrams = outcome.source == NGRAM
+            drafted = outcome.num_verified, from_ngrams, outcome.num_steps
             cost, cost_of_drafts = expected_gain.round_cost(*drafted, self._times_of(num_reqs))
             self._charges.append(Charge(num_reqs, drafted, cost))
-            gain_of_drafts = int(outcome.num_accepted[~outcome.from_ngrams].sum()) - num_reqs * cost_of_drafts
+            gain_of_drafts = int(outcome.num_accepted[~from_ngrams].sum()) - num_reqs * cost_of_drafts
         elif self._quiet_rounds % QUIET_ROUNDS == 0 and not self.guard.may_draft():
             self._charge_anew()
         self.guard.settle(num_reqs, cost, num_tokens, gain_of_drafts)

@@ -7,9 +7,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from vllm_eesd.policy.calibration import GREEDY, Calibration
+from vllm_eesd.policy.calibration import Calibration
 from vllm_eesd.policy.costs import CostModel
 from vllm_eesd.policy.posterior import BetaPosterior
+from vllm_eesd.policy.source import GREEDY, NGRAM
 from vllm_eesd.policy.state import save_state
 from vllm_eesd.policy_args import PolicyArgs
 
@@ -27,7 +28,7 @@ class Outcome(NamedTuple):
         num_verified: [num_rows] int64, draft tokens the target judged; cut and placeholder drafts do not count.
         num_accepted: [num_rows] int64, of those, the leading ones accepted.
         confidences: [num_rows, MAX_SPECULATIVE_TOKENS] float32, of the draft tokens; NaN if unknown.
-        from_ngrams: [num_rows] bool, whose drafts were n-gram drafts.
+        source: [num_rows] int8, how each draft was made, see `vllm_eesd.policy.source`.
         updates_shared_prior: [num_rows] bool, which may teach what other requests use (the learned prior, the
             calibration): not those with penalties, bad_words, allowed_token_ids or a grammar.
         num_steps: draft steps that ran, where more did than the longest draft verified has tokens.
@@ -37,7 +38,7 @@ class Outcome(NamedTuple):
     num_verified: np.ndarray
     num_accepted: np.ndarray
     confidences: np.ndarray
-    from_ngrams: np.ndarray
+    source: np.ndarray
     updates_shared_prior: np.ndarray
     num_steps: int = 0
 
@@ -148,7 +149,7 @@ class DraftLengthPolicy:
 
     def observe(self, outcome: Outcome) -> None:
         """Learn from one verified step; requests that drafted nothing are rounds too."""
-        drafted = ~outcome.from_ngrams  # n-gram drafts say nothing of the exit head: they count as none
+        drafted = outcome.source != NGRAM  # n-gram drafts say nothing of the exit head: they count as none
         judged = outcome.num_verified * drafted, outcome.num_accepted * drafted
         self.posterior.observe(outcome.slots, *judged, outcome.updates_shared_prior)
         if judged[0].any():

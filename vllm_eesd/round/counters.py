@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,16 +56,8 @@ class DraftStats:
         self.draft_length_histogram = [0] * (self.num_speculative_tokens + 1)
         self.accepted_length_histogram = [0] * (self.num_speculative_tokens + 1)
 
-    def count(self, request_id: str, draft: Sequence[int], emitted: Sequence[int]) -> None:
-        """Add one round; `emitted` holds the accepted drafts and one more token."""
-        num_accepted = len(emitted) - 1
-        self.count_lengths(len(draft), num_accepted)
-        if self._record is not None:
-            round_ = Round(request_id, list(draft), num_accepted, list(emitted))
-            self._record.append(lambda: [round_])
-
     def record(self, rounds: Callable[[], list[Round]]) -> None:
-        """Keep rounds, counted otherwise, for `take_rounds`.
+        """Keep rounds, counted by their lengths, for `take_rounds`.
 
         Args:
             rounds: returns them; called by `take_rounds` alone, and may wait for a device.

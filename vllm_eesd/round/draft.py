@@ -7,7 +7,7 @@ from typing import Protocol
 import numpy as np
 
 from vllm_eesd.config import MAX_SPECULATIVE_TOKENS
-from vllm_eesd.policy import DraftLengthPolicy
+from vllm_eesd.policy import NGRAM, DraftLengthPolicy
 from vllm_eesd.round.ngram import NgramDrafter, NgramRates
 
 
@@ -28,8 +28,9 @@ class DraftRound:
         rows: [any] int64, ascending: the rows that draft another token, as far as the policy has been told.
         num_decided: draft steps decided on; the rows in `rows` have this many tokens once those have run.
         lengths: [num_rows] int64, of each row's draft.
-        from_ngrams: [num_rows] bool, whose draft is an n-gram draft.
+        source: [num_rows] int8, how each row's draft is made, see `vllm_eesd.policy.source`.
         confidences: [num_rows, MAX_SPECULATIVE_TOKENS] float32, of the tokens drafted; NaN if unknown.
+        may_draft: whether any row may have a draft.
     """
 
     def __init__(
@@ -44,17 +45,18 @@ class DraftRound:
         self.num_decided = 0
         self.rows = np.arange(len(slots))
         self.lengths = np.zeros(len(slots), dtype=np.int64)
-        self.from_ngrams = np.zeros(len(slots), dtype=bool)
+        self.source = policy.kinds[slots].copy()
         self.confidences = np.full((len(slots), MAX_SPECULATIVE_TOKENS), np.nan, dtype=np.float32)
         ngram_limits = limits if ngram_limits is None else ngram_limits
-        if not (limits if ngrams is None else ngram_limits).any():
+        self.may_draft = bool((limits if ngrams is None else ngram_limits).any())
+        if not self.may_draft:
             self.rows = self.rows[:0]
             return
         policy.begin(slots, limits)
         if ngrams is not None:
             self.lengths = np.minimum(policy.take_ngrams(slots, ngrams.chances(slots), ngram_limits), ngram_limits)
-            self.from_ngrams = self.lengths > 0
-            self.rows = np.flatnonzero(~self.from_ngrams)
+            self.source[self.lengths > 0] = NGRAM
+            self.rows = np.flatnonzero(self.source != NGRAM)
         self._extend(None)
 
     def tell(self, confidence: np.ndarray | None) -> None:
@@ -87,6 +89,11 @@ class DraftRound:
         self.rows = self.rows[more & (self.limits[self.rows] > self.num_decided)]
         self.num_decided += 1
         self.lengths[self.rows] = self.num_decided
+
+    @property
+    def from_ngrams(self) -> np.ndarray:
+        """Whose draft is an n-gram draft, [num_rows] bool."""
+        return self.source == NGRAM
 
     @property
     def num_steps(self) -> int:

@@ -10,11 +10,14 @@ class IdleBackoff:
     """Counts the rounds in which a batch goes on as it was, one token each, without a decision about drafts.
 
     It ends by itself as soon as the batch is another, or a step does anything but decode.
+
+    Attributes:
+        num_skipped: rounds skipped since the last `take`.
     """
 
     def __init__(self) -> None:
         self._request_ids: list[str] = []
-        self._left = self._skipped = 0
+        self._left = self.num_skipped = 0
 
     def begin(self, num_rounds: int, request_ids: list[str]) -> None:
         """Skip the decision for so many rounds of this batch, 0 for none."""
@@ -31,12 +34,12 @@ class IdleBackoff:
         """
         if self._left and only_decoded and request_ids == self._request_ids:
             self._left -= 1
-            self._skipped += 1
+            self.num_skipped += 1
             return True
         self._left = 0
         return False
 
     def take(self) -> int:
         """Return the rounds skipped since the last call."""
-        skipped, self._skipped = self._skipped, 0
+        skipped, self.num_skipped = self.num_skipped, 0
         return skipped

@@ -7,36 +7,45 @@ from collections.abc import Sequence
 import numpy as np
 
 from vllm_eesd.config import MAX_SPECULATIVE_TOKENS
+from vllm_eesd.policy import GREEDY
 from vllm_eesd.round.draft import DraftRound
 
 
 class PendingDrafts:
-    """Every slot's draft that the target has not judged yet: how long it is, and how it was made.
+    """Every slot's last draft: how long it is, how it was made, and what is known of it.
 
     Args:
         max_num_reqs: slots.
     Attributes:
         lengths: [max_num_reqs] int64.
-        confidences: [max_num_reqs, MAX_SPECULATIVE_TOKENS] float32; NaN if unknown.
-        from_ngrams: [max_num_reqs] bool.
+        confidences: [max_num_reqs, MAX_SPECULATIVE_TOKENS] float32, of the last draft whose are known; NaN if unknown.
+        source: [max_num_reqs] int8, see `vllm_eesd.policy.source`.
+        matched: [max_num_reqs] int64, `NgramRates.matched` when the n-gram draft was found, taken or not; negative if
+            none was.
     """
 
     def __init__(self, max_num_reqs: int) -> None:
         self.lengths = np.zeros(max_num_reqs, dtype=np.int64)
         self.confidences = np.full((max_num_reqs, MAX_SPECULATIVE_TOKENS), np.nan, dtype=np.float32)
-        self.from_ngrams = np.zeros(max_num_reqs, dtype=bool)
+        self.source = np.full(max_num_reqs, GREEDY, dtype=np.int8)
+        self.matched = np.zeros(max_num_reqs, dtype=np.int64)
 
-    def keep(self, round_: DraftRound) -> None:
-        """Take over what a round has decided so far."""
+    def keep(self, round_: DraftRound, confidences: np.ndarray | None = None) -> None:
+        """Take over what a round has decided.
+
+        Args:
+            confidences: [num_rows, MAX_SPECULATIVE_TOKENS] float32, if they are known.
+        """
         self.lengths[round_.slots] = round_.lengths
-        self.confidences[round_.slots] = round_.confidences
-        self.from_ngrams[round_.slots] = round_.from_ngrams
+        if confidences is not None:
+            self.confidences[round_.slots] = confidences
+        self.source[round_.slots] = round_.source
 
     def clear(self, slots: np.ndarray | slice = slice(None)) -> None:
         """Forget the drafts of these slots, [any] int64; of all by default."""
-        self.lengths[slots] = 0
+        self.lengths[slots] = self.matched[slots] = 0
         self.confidences[slots] = np.nan
-        self.from_ngrams[slots] = False
+        self.source[slots] = GREEDY
 
 
 class RequestSlots:

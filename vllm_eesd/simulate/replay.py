@@ -7,9 +7,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from vllm_eesd.policy import DraftLengthPolicy, Outcome
-from vllm_eesd.round.draft import DraftRound, draft_tokens
-from vllm_eesd.round.ngram import NgramDrafter
+from vllm_eesd.config import MAX_SPECULATIVE_TOKENS
+from vllm_eesd.policy import DraftLengthPolicy
+from vllm_eesd.round.counters import DraftStats
+from vllm_eesd.round.draft import draft_tokens
+from vllm_eesd.round.ngram import NgramDrafter, NgramRates
+from vllm_eesd.round.session import Session
+from vllm_eesd.round.step import Known, Step
 from vllm_eesd.simulate.world import World
 from vllm_eesd.traces.dense import DenseTrace
 
@@ -167,24 +171,28 @@ def _step(batch: Batch, drafter: Drafter, world: World, result: Replay) -> np.nd
 
 
 class PolicyDrafter(Drafter):
-    """A policy in a replay, driven by the same rounds as in the engine; it sees measurements only.
+    """A policy in a replay, driven by the same session as in the engine; it sees measurements only.
 
     Where it uses n-gram drafts and the trace holds texts, they are at most as long as the trace's longest draft.
 
     Args:
         policy: fresh.
+        delay: see `Session`.
     """
 
-    def __init__(self, policy: DraftLengthPolicy) -> None:
+    def __init__(self, policy: DraftLengthPolicy, delay: int = 0) -> None:
         self.policy = policy
-        self._ngrams: NgramDrafter | None = None
+        self.session = Session(policy, DraftStats(MAX_SPECULATIVE_TOKENS), MAX_SPECULATIVE_TOKENS, delay)
 
     def draft(self, batch: Batch, world: World) -> tuple[np.ndarray, np.ndarray]:
+        if self.session.ngrams is None and self.policy.uses_ngrams and batch.texts.shape[1]:
+            self.session.ngrams = NgramDrafter(self.policy.posterior.max_num_reqs, batch.confidences.shape[1])
         if batch.new.any():
-            self.policy.reset(batch.slots[batch.new])
-        self._round = round_ = DraftRound(self.policy, batch.slots, batch.limits, self._find_ngrams(batch))
+            self.session.admit(batch.slots[batch.new])
+        round_ = self.session.begin(batch.slots, batch.limits, self._find_ngrams(batch))
         nothing = np.zeros(len(batch.slots), np.int64)
         drafts = draft_tokens(round_, _RecordedDrafts(batch, self.policy, world), nothing)
+        self.session.end()
         for row in np.flatnonzero(round_.from_ngrams).tolist():
             batch.matches[row] = batch.num_right(row, drafts[row])
         num_drafted = np.where(round_.from_ngrams, 0, round_.lengths)
@@ -195,24 +203,18 @@ class PolicyDrafter(Drafter):
         self.policy.costs.observe_verify(len(drafts), len(drafts) + num_drafts, ms)
         return num_drafted, round_.lengths
 
-    def _find_ngrams(self, batch: Batch) -> NgramDrafter | None:
+    def _find_ngrams(self, batch: Batch) -> NgramRates | None:
         """Find the rows' n-gram drafts; None if the policy uses none or no text is known."""
-        if not self.policy.uses_ngrams:
-            return None
-        if self._ngrams is None:
-            if not batch.texts.shape[1]:
-                return None
-            self._ngrams = NgramDrafter(self.policy.posterior.max_num_reqs, batch.confidences.shape[1])
-        self._ngrams.reset(batch.slots[batch.new])
-        rows = np.flatnonzero((batch.num_tokens > 0) & (batch.limits > 0))
-        slots = batch.slots[rows]
-        self._ngrams.update(slots, batch.texts, slots, batch.num_tokens[rows], np.ones(len(rows), dtype=bool))
-        return self._ngrams
+        ngrams = self.session.ngrams
+        if isinstance(ngrams, NgramDrafter):
+            rows = np.flatnonzero((batch.num_tokens > 0) & (batch.limits > 0))
+            slots = batch.slots[rows]
+            ngrams.update(slots, batch.texts, slots, batch.num_tokens[rows], np.ones(len(rows), dtype=bool))
+        return ngrams
 
     def observe(self, batch: Batch, num_verified: np.ndarray, num_accepted: np.ndarray) -> None:
-        made = self._round.confidences, self._round.from_ngrams
-        shared = np.ones(len(batch.slots), dtype=bool)
-        self.policy.observe(Outcome(batch.slots, num_verified, num_accepted, *made, shared))
+        decoded, num_emitted = np.ones(len(batch.slots), dtype=bool), num_accepted[:, None] + 1
+        self.session.verdict(Step(batch.slots, decoded, num_verified, Known(num_emitted)))
 
 
 class _RecordedDrafts:

@@ -33,7 +33,7 @@ from pydantic import ConfigDict, Field, NonNegativeInt, TypeAdapter
 from scipy.special import betaincinv
 from typing_extensions import TypedDict
 
-from vllm_eesd.policy import DraftLengthPolicy
+from vllm_eesd.policy import NGRAM, DraftLengthPolicy
 
 FORMAT, VERSION = "eesd-rounds", 1
 #: What a header's line begins with.
@@ -126,7 +126,7 @@ class Drafts(NamedTuple):
 
     slots: np.ndarray  # [num_rows] int64, the policy's slot of each
     confidences: np.ndarray  # [num_rows, any] float32, of the draft tokens; NaN if unknown
-    from_ngrams: np.ndarray  # [num_rows] bool, whose are n-gram drafts
+    source: np.ndarray  # [num_rows] int8, see `vllm_eesd.policy.source`
 
 
 class Verdict(NamedTuple):
@@ -280,7 +280,7 @@ def _lines(step: _Step, verdict: Verdict) -> Iterator[Round]:
             "request": judged.request_id,
             "draft": judged.draft,
             "confidences": [None if value != value else round(value, 3) for value in confidences],
-            "copied": bool(step.drafts.from_ngrams[row]),
+            "copied": bool(step.drafts.source[row] == NGRAM),
             "accepted": len(judged.emitted) - 1,
             "emitted": judged.emitted,
             **shared,

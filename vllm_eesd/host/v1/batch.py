@@ -14,7 +14,7 @@ import torch
 
 from vllm_eesd.host.v1.shared_noise import knows, processed_rows
 from vllm_eesd.host.v1.thinking import count_by_request
-from vllm_eesd.round.requests import NewRequest, RunningRequests
+from vllm_eesd.round.requests import NewRequest
 from vllm_eesd.round.slots import RequestSlots
 
 if TYPE_CHECKING:
@@ -145,34 +145,36 @@ class V1Step:
         return self.runner.max_model_len
 
 
-class BatchRequests(RunningRequests):
-    """Running requests by id; see `RunningRequests` for the arguments."""
+class BatchSlots:
+    """The slot of every running request, which moves between batch rows.
 
-    def __init__(self, *args: object) -> None:
-        super().__init__(*args)
+    Args:
+        max_num_reqs: slots.
+    """
+
+    def __init__(self, max_num_reqs: int) -> None:
+        self._max_num_reqs = max_num_reqs
         self.forget()
 
     def forget(self) -> None:
         """Give every slot back, as if no request had been seen."""
-        self._slots = RequestSlots(self.max_num_reqs)
+        self._slots = RequestSlots(self._max_num_reqs)
         #: The batch of the last step and its slots.
         self._last: tuple[list[str], np.ndarray] = [], np.zeros(0, dtype=np.int64)
 
     def __len__(self) -> int:
         return len(self._slots)
 
-    @property
-    def slots(self) -> np.ndarray:
-        """Slots in use, [num_requests] int64."""
+    def in_use(self) -> np.ndarray:
+        """Return the slots that requests have, [num_requests] int64."""
         return self._slots.in_use()
 
-    @property
-    def last_slots(self) -> np.ndarray:
-        """Slots of the batch of the last step decided on, [num_reqs] int64."""
-        return self._last[1]
+    def of(self, step: V1Step, admit: Callable[[np.ndarray, list[NewRequest], int], None]) -> np.ndarray:
+        """Return the slot of each row of a step's batch, [num_reqs] int64; not to be written to.
 
-    def slots_of(self, step: V1Step) -> np.ndarray:
-        """Return the slot of each row of a step's batch, [num_reqs] int64; not to be written to."""
+        Args:
+            admit: called with the slots of the requests that are new, what they ask for, and the longest text.
+        """
         last_ids, slots = self._last
         request_ids = step.req_ids
         if not step.finished and request_ids == last_ids:
@@ -183,7 +185,7 @@ class BatchRequests(RunningRequests):
         slots, new = self._slots.assign(request_ids)
         if new.any():
             requests = [_describe(step.requests[request_ids[row]]) for row in np.flatnonzero(new)]
-            self.admit(slots[new], requests, step.max_model_len)
+            admit(slots[new], requests, step.max_model_len)
         self._last = list(request_ids), slots
         return slots
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -19,18 +20,18 @@ from vllm_eesd.host.model.new_weights import follow_new_weights
 from vllm_eesd.host.round_setup import agree_on_times, build_policy_of, is_watched, open_trace
 from vllm_eesd.host.speculative import EESDSpeculativeConfig
 from vllm_eesd.host.v1 import block_verification, gumbel
-from vllm_eesd.host.v1.batch import BatchRequests, V1Step, has_unknown_processors
+from vllm_eesd.host.v1.batch import BatchSlots, V1Step, has_unknown_processors
 from vllm_eesd.host.v1.cost_profile import profile_costs
 from vllm_eesd.host.v1.draft_rows import DraftRows
 from vllm_eesd.host.v1.draft_sampling import DraftSampling
 from vllm_eesd.host.v1.step_output import with_drafts
-from vllm_eesd.policy import DraftLengthPolicy, Outcome
-from vllm_eesd.round.counters import DraftStats
+from vllm_eesd.policy import DraftLengthPolicy
+from vllm_eesd.round.counters import DraftStats, Round
 from vllm_eesd.round.draft import DraftRound, draft_tokens
-from vllm_eesd.round.idle import MAY_NOT_DRAFT, IdleBackoff
 from vllm_eesd.round.ngram import NgramDrafter
-from vllm_eesd.round.outcome import Learner, StepTimes
-from vllm_eesd.round.slots import PendingDrafts
+from vllm_eesd.round.outcome import StepTimes
+from vllm_eesd.round.session import Session
+from vllm_eesd.round.step import Known, Step
 from vllm_eesd.traces.dense import DenseRecorder
 from vllm_eesd.traces.rounds import Drafts, Judged
 
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 logger = init_logger("vllm.eesd")
+#: Of a round without draft steps, before its step of the target is known.
+NO_DRAFTING = StepTimes(0, 0, 0, None)
 
 
 class EarlyExitProposer:
@@ -76,17 +79,20 @@ class EarlyExitProposer:
     def use_policy(self, policy: DraftLengthPolicy) -> None:
         """Choose draft lengths by this policy from now on; requests that run start from its prior."""
         self.policy = policy
-        kind_of = None if self.sampling is None else self.sampling.kind_of
-        size = self.max_num_reqs, self.num_speculative_tokens
-        self._requests = BatchRequests(*size, policy, self._ngrams, kind_of)
-        self._pending = PendingDrafts(self.max_num_reqs)
-        self._learner = Learner(policy, self.stats, agree_on_times(every=1))
-        self._forget_round()
+        self._slots = BatchSlots(self.max_num_reqs)
+        self.session = Session(
+            policy,
+            self.stats,
+            self.num_speculative_tokens,
+            ngrams=self._ngrams,
+            kind_of=None if self.sampling is None else self.sampling.kind_of,
+            agree=agree_on_times(every=1),
+        )
+        self._forget_times()
 
-    def _forget_round(self) -> None:
-        self._idle = IdleBackoff()
-        #: When the last round ended, and what its drafting took.
-        self._round_ended, self._drafting = 0.0, {}
+    def _forget_times(self) -> None:
+        #: When the last round ended, and what its drafting took: its step's fields are filled in once that has run.
+        self._round_ended, self._drafting = 0.0, NO_DRAFTING
 
     def load_model(self, target: nn.Module) -> None:
         """Build the exit head, hook its KV fill into the target and compile the draft step.
@@ -174,63 +180,70 @@ class EarlyExitProposer:
         Args:
             request_ids: the batch's, none of which has a draft now; one that the scheduler passed over may have.
         """
-        self._requests.forget()
-        self._pending.clear()
+        self._slots.forget()
+        self.session.start_afresh()
         if self.sampling is not None:
             self.sampling.forget(request_ids)
         self._rows = None
-        self._forget_round()
+        self._forget_times()
 
     def _skips(self, step: V1Step) -> bool:
-        """Return whether this round's draft decision is skipped, counted if it is."""
-        if not self._idle.goes_on(step.req_ids, step.only_decoded()):
-            return False
-        self.stats.count_lengths(0, 0, num_rounds=len(step))
-        self._round_ended = time.perf_counter()
-        return True
+        """Return whether this round's draft decision is skipped."""
+        skips = self.session.skips(step.req_ids, step.only_decoded())
+        if skips:
+            self._round_ended = time.perf_counter()
+        return skips
 
     def _learn_and_draft(self, step: V1Step, hidden_states: torch.Tensor) -> list[list[int]]:
-        """See `propose_round`."""
+        """See `propose_round`: admit, learn from the verdict, draft, end."""
         began = time.perf_counter()
         if self.sampling is not None:
             self.sampling.meet(step)
-        num_skipped = self._idle.take()
-        if num_skipped:
-            self.policy.skipped(self._requests.last_slots, num_skipped)
-        slots, num_tokens = self._requests.slots_of(step), step.num_tokens()
-        num_decoded = self._learn_outcome(step, slots)
-        limits = self._requests.draft_limits(slots, num_tokens, step.emitted)
+        slots, num_tokens = self._slots.of(step, self.session.admit), step.num_tokens()
+        judged = self._judged(step, slots)
+        limits = self.session.requests.draft_limits(slots, num_tokens, step.emitted)
         ngrams = self._find_ngrams(step, slots, num_tokens, limits)
+        self.session.verdict(judged)
+        self.session.learner.report()
         drafting_began = time.perf_counter()
-        self._learn_times(step, drafting_began, num_decoded, num_skipped)
-        round_ = self._begin_round(step, slots, num_tokens, limits, ngrams)
+        round_, may_draft = self._begin_round(step, slots, num_tokens, limits, ngrams)
         drafts = self._draft(step, round_, num_tokens, hidden_states)
-        self._end_round(step, round_, drafts, (began, drafting_began))
+        now = self._round_ended = time.perf_counter()
+        self._drafting = self._drafting_took((now - drafting_began) * 1e3, len(step))
+        may_skip = self.recorder is None and not is_watched(self.config, self.stats) and all(step.emitted)
+        self.session.back_off(step.req_ids, (now - began) * 1e3, may_skip, may_draft)
         return self._verified(step, round_, drafts)
 
-    def _learn_outcome(self, step: V1Step, slots: np.ndarray) -> int:
-        """Learn from the round just verified and return its requests; prompts, run again or not, are none."""
-        drafts = step.judged_drafts()
-        rows = np.flatnonzero(step.decoded()).tolist()
-        judged = [Judged(step.req_ids[row], drafts[row], step.emitted[row]) for row in rows]
-        if not rows:
-            return 0
-        decoding = slots if len(rows) == len(slots) else slots[rows]
-        num_verified = np.array([len(row.draft) for row in judged])
-        num_accepted = np.array([len(row.emitted) - 1 for row in judged])
-        confidences, from_ngrams = self._pending.confidences[decoding], self._pending.from_ngrams[decoding]
-        for row in judged:
-            self.stats.count(*row)
-        if from_ngrams.any():
-            self.stats.count_ngrams(int(num_verified[from_ngrams].sum()), int(num_accepted[from_ngrams].sum()))
+    def _judged(self, step: V1Step, slots: np.ndarray) -> Step:
+        """Return what became of the last round's drafts; prompts, run again or not, had none."""
+        drafts, decoded = step.judged_drafts(), step.decoded()
+        self._note_rounds(step, slots, drafts, np.flatnonzero(decoded))
+        num_verified = np.array([len(draft) for draft in drafts], dtype=np.int64)
+        num_emitted = np.array([[len(tokens)] for tokens in step.emitted], dtype=np.int64).reshape(-1, 1)
+        return Step(slots, decoded, num_verified, Known(num_emitted), functools.partial(self._times_of, step))
+
+    def _note_rounds(self, step: V1Step, slots: np.ndarray, drafts: list[list[int]], rows: np.ndarray) -> None:
+        """Write these rows' rounds to the trace, and record them, where that is asked for."""
+        if not len(rows) or self.round_trace is None and not self.stats.recording:
+            return
+        judged = [Judged(step.req_ids[row], drafts[row], step.emitted[row]) for row in rows.tolist()]
+        rounds = [Round(name, draft, len(emitted) - 1, list(emitted)) for name, draft, emitted in judged]
+        self.stats.record(lambda: rounds)
         if self.round_trace is not None:
-            steps_ms = [ms for _, ms in self._drafting.get("draft_steps", ())]
-            rest_ms = self._drafting.get("draft_round", (0, 0.0))[1]
-            made = Drafts(decoding, confidences, from_ngrams)
+            pending, decoding, took = self.session.drafts, slots[rows], self._drafting
+            made = Drafts(decoding, pending.confidences[decoding], pending.source[decoding])
+            steps_ms, rest_ms = [ms for _, ms in took.draft_steps], took.draft_round[1] if took.draft_round else 0.0
             self.round_trace.add(judged, made, self.policy, self._round_ended, steps_ms, rest_ms)
-        shared = self._requests.updates_shared_prior[decoding]
-        self._learner.learn(Outcome(decoding, num_verified, num_accepted, confidences, from_ngrams, shared))
-        return len(rows)
+
+    def _times_of(self, step: V1Step, num_emitted: int, all_decoded: bool) -> StepTimes:
+        """Return what the last round's drafting and this step took, learning aside that is under way.
+
+        A step counts only if every request in it decoded: prompt chunks cost something else, and requests that begin
+        may have been waited for.
+        """
+        verify_ms = (time.perf_counter() - self._round_ended) * 1e3 if all_decoded and self._round_ended else None
+        sizes = {"num_reqs": len(step), "num_tokens": step.num_scheduled_tokens, "num_emitted": num_emitted}
+        return self._drafting._replace(**sizes, verify_ms=verify_ms)
 
     def _find_ngrams(
         self, step: V1Step, slots: np.ndarray, num_tokens: np.ndarray, limits: np.ndarray
@@ -243,26 +256,14 @@ class EarlyExitProposer:
             return None
         rows = np.flatnonzero(limits)
         drafting = slots[rows]
-        shared = self._requests.updates_shared_prior[drafting]
+        shared = self.session.requests.updates_shared_prior[drafting]
         self._ngrams.update(drafting, step.texts(), rows, num_tokens[rows], shared)
         return self._ngrams
 
-    def _learn_times(self, step: V1Step, now: float, num_decoded: int, num_skipped: int) -> None:
-        """Learn what the last round's drafting and this step took; the `num_skipped` steps before took as long.
-
-        A step counts only if every request in it decoded: prompt chunks cost something else, and requests that begin
-        may have been waited for.
-        """
-        timed = num_decoded == len(step) and self._round_ended
-        verify_ms = (now - self._round_ended) * 1e3 if timed else None
-        sizes = len(step), step.num_scheduled_tokens, sum(map(len, step.emitted))
-        self._learner.learn_times(StepTimes(*sizes, verify_ms, num_skipped=num_skipped, **self._drafting))
-        self._learner.report()
-
     def _begin_round(
         self, step: V1Step, slots: np.ndarray, num_tokens: np.ndarray, limits: np.ndarray, ngrams: NgramDrafter | None
-    ) -> DraftRound:
-        """Return the round of this batch, its first token decided."""
+    ) -> tuple[DraftRound, bool]:
+        """Return the round of this batch, its first token decided, and whether any request may draft at all."""
         if self._rows is None:
             self._rows = DraftRows(step.runner, self._step, self._layer_names, self.sampling)
         if self.sampling is not None:
@@ -273,8 +274,8 @@ class EarlyExitProposer:
         # The draft step knows no adapters; an n-gram draft needs none.
         adapted = step.has_adapter()
         head_limits = np.where(adapted, 0, ngram_limits)
-        self._may_draft = bool((limits if ngrams is not None else limits[~adapted]).any())
-        return DraftRound(self.policy, slots, head_limits, ngrams, ngram_limits)
+        may_draft = bool((limits if ngrams is not None else limits[~adapted]).any())
+        return self.session.begin(slots, head_limits, ngrams, ngram_limits), may_draft
 
     def _draft(
         self, step: V1Step, round_: DraftRound, num_tokens: np.ndarray, hidden_states: torch.Tensor
@@ -288,31 +289,16 @@ class EarlyExitProposer:
         with self._rows.round(num_tokens - 1, input_hidden_states):
             drafts = draft_tokens(round_, self._rows, step.input_token_ids())
         self.stats.count_not_finite(self._rows.num_not_finite)
-        self._pending.keep(round_)
+        self.session.end()
         return drafts
 
-    def _end_round(self, step: V1Step, round_: DraftRound, drafts: list[list[int]], began: tuple[float, float]) -> None:
-        """Note what the round took, and decide whether to skip the next ones.
-
-        Args:
-            began: before learning, and before drafting.
-        """
+    def _drafting_took(self, ms: float, num_reqs: int) -> StepTimes:
+        """Return the times of a round that took so many ms from its first decision on, its step's left out."""
         assert self._rows is not None
-        now = self._round_ended = time.perf_counter()
-        steps, self._drafting = self._rows.step_times, {}
-        if steps:
-            rest_ms = (now - began[1]) * 1e3 - sum(ms for _, ms in steps)
-            self._drafting = {"draft_steps": steps, "draft_round": (len(step), rest_ms)}
-        elif not self._may_draft:
-            self._idle.begin(self._may_skip(MAY_NOT_DRAFT, step), step.req_ids)
-        elif not any(drafts):
-            self._drafting = {"decision": (len(step), (now - began[0]) * 1e3)}
-            self._idle.begin(self._may_skip(self.policy.idle_rounds(round_.slots), step), step.req_ids)
-
-    def _may_skip(self, num_rounds: int, step: V1Step) -> int:
-        """Return for how many of these rounds the decision is skipped: none if rounds are watched, or a prompt runs."""
-        watched = self.recorder is not None or is_watched(self.config, self.stats)
-        return 0 if watched or not all(step.emitted) else num_rounds
+        steps = self._rows.step_times
+        if not steps:
+            return NO_DRAFTING
+        return NO_DRAFTING._replace(draft_steps=steps, draft_round=(num_reqs, ms - sum(ms for _, ms in steps)))
 
     def _verified(self, step: V1Step, round_: DraftRound, drafts: list[list[int]]) -> list[list[int]]:
         """Return the drafts to verify; while they are recorded, none."""
@@ -326,4 +312,4 @@ class EarlyExitProposer:
 
     def policy_metrics(self) -> dict[str, object]:
         """Return what the policy believes of the running requests, `DraftLengthPolicy.metrics`."""
-        return self.policy.metrics(self._requests.slots)
+        return self.policy.metrics(self._slots.in_use())

@@ -8,7 +8,6 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from vllm_eesd.round.draft import DraftRound
 from vllm_eesd.round.outcome import StepTimes
 
 
@@ -108,80 +107,33 @@ class RoundTimes(Timestamps):
         return self.ms(self, 0, 1) if len(self) > 1 else 0.0, steps
 
 
-class Drafted(NamedTuple):
-    """What one round drafted.
+class StepClock(NamedTuple):
+    """The rounds around a step of the target; what is asked of both is over once the step's counts are known.
 
     Attributes:
-        round: its rows and their lengths.
-        generations: [num_reqs] int64, which of a slot's requests each row was.
-        confidences: [num_reqs, K] float32; the device writes them before the counts of the step that judges the drafts.
+        before: None after a pause, when the time in between says nothing.
+        after: began when the step ended; of as many requests.
+        num_tokens: of the target's forward.
     """
 
-    round: DraftRound
-    generations: np.ndarray
-    confidences: HostCopy
-
-    def num_not_finite(self) -> int:
-        """Return how many tokens of submitted drafts have a confidence that is NaN."""
-        confidences = self.confidences.numpy()
-        lengths = np.where(self.round.from_ngrams, 0, self.round.lengths)
-        return int((np.isnan(confidences) & (np.arange(confidences.shape[1]) < lengths[:, None])).sum())
-
-    def known_confidences(self) -> np.ndarray:
-        """Return those of the steps that ran, [num_reqs, K] float32, for every row ran every step; NaN of the rest."""
-        confidences = self.confidences.numpy()
-        return np.where(np.arange(confidences.shape[1]) < self.round.num_steps, confidences, np.nan)
-
-
-class PendingStep(NamedTuple):
-    """A step of the target whose outcome is still on the device.
-
-    Attributes:
-        slots: [num_reqs] int64, the requests' state indices.
-        generations: [num_reqs] int64, which of a slot's requests it was.
-        decoded: [num_reqs] bool, False for prompt chunks.
-        num_verified: [num_reqs] int64, draft tokens the target judged.
-        from_ngrams: [num_reqs] bool, whose were n-gram drafts.
-        matched: [num_reqs] int64, `NgramRates.matched` when the n-gram draft that this step judges was found; negative
-            if none was.
-        num_tokens: tokens of the target's forward.
-        counts: [num_reqs, 1 or 3] int32, tokens emitted, and where n-gram drafts are found what `find_ngrams` returns.
-        before: the round before the step; None after a pause, when the time in between says nothing.
-        after: the round that began when the step ended. What the host asks of both is over once `counts` are known.
-        drafted: by the round before; None if nothing was.
-        decision: see `StepTimes`, of the round before.
-        num_skipped: see `StepTimes`.
-    """
-
-    slots: np.ndarray
-    generations: np.ndarray
-    decoded: np.ndarray
-    num_verified: np.ndarray
-    from_ngrams: np.ndarray
-    matched: np.ndarray
-    num_tokens: int
-    counts: HostCopy
     before: RoundTimes | None
     after: RoundTimes
-    drafted: Drafted | None
-    decision: tuple[int, float] | None = None
-    num_skipped: int = 0
+    num_tokens: int
 
     def verify_ms(self) -> float | None:
         """Return the time from the end of the round before to the beginning of the one after."""
         return None if self.before is None else self.after.ms(self.before, -1, 0)
 
-    def times(self, num_emitted: int, all_decoded: bool) -> StepTimes:
-        """Return what the step and the round before it took, once both are over.
+    def drafting_ms(self) -> tuple[float, list[float]]:
+        """Return `RoundTimes.drafting_ms` of the round before."""
+        return (0.0, []) if self.before is None else self.before.drafting_ms()
 
-        Args:
-            num_emitted: tokens of all rows.
-            all_decoded: whether each of them emitted some.
-        """
+    def times(self, num_emitted: int, all_decoded: bool) -> StepTimes:
+        """Return what the step and the round before it took, see `vllm_eesd.round.step.Step`."""
         verify_ms = self.verify_ms() if all_decoded else None
-        times = StepTimes(len(self.slots), self.num_tokens, num_emitted, verify_ms, num_skipped=self.num_skipped)
-        inputs_ms, steps_ms = (0.0, []) if self.before is None else self.before.drafting_ms()
+        times = StepTimes(self.after.num_reqs, self.num_tokens, num_emitted, verify_ms)
+        inputs_ms, steps_ms = self.drafting_ms()
         if not steps_ms:
-            return times._replace(decision=self.decision)
+            return times
         num_rows = self.before.num_reqs
         return times._replace(draft_steps=[(num_rows, ms) for ms in steps_ms], draft_round=(num_rows, inputs_ms))

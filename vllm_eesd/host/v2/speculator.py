@@ -271,13 +271,13 @@ class EarlyExitSpeculator(DraftSteps):
 
     def _learn_and_draft(self, step: TargetStep, sampling: tuple, longest: int | None) -> None:
         """See `propose`; a round without drafts prepares nothing for draft steps."""
-        if self.rounds.skips(step, self._asynchronous):
+        if self.rounds.skips(step):
             return
         began, tokens = time.thread_time(), None  # without what the host waits for
         if self.rounds.round_trace is not None or self.stats.recording:
             # The drafts just verified: this round's take their place once it is over.
             tokens = tokens_of_step(step, self._states.draft_tokens[step.idx_mapping])
-        counts = step.num_sampled[:, None] if self.rounds.ngrams is None else self.ngrams.find(step)
+        counts = self.ngrams.find(step) if self.policy.uses_ngrams else step.num_sampled[:, None]
         times = self.rounds.begin(step, self._asynchronous, counts, tokens, longest)
         round_, drawing = self.rounds.round, self.rounds.drawing
         if round_.num_steps:
@@ -294,7 +294,7 @@ class EarlyExitSpeculator(DraftSteps):
                 self.ngrams.make_certain(certain, step.idx_mapping, *self._made(step))
         if round_.from_ngrams.any():
             self.ngrams.put(round_.from_ngrams, step.idx_mapping, *self._made(step))
-        self.rounds.rest(step, (time.thread_time() - began) * 1e3)
+        self.rounds.back_off(step, (time.thread_time() - began) * 1e3)
 
     def _made(self, step: TargetStep) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the round's drafts, [num_reqs, K], and the logits they are verified against, if any are kept."""

@@ -8,8 +8,9 @@ import numpy as np
 import torch
 
 from vllm_eesd.host.v2.batch import TargetStep
-from vllm_eesd.host.v2.readback import HostCopy, PendingStep
+from vllm_eesd.host.v2.readback import HostCopy, StepClock
 from vllm_eesd.round.counters import Round
+from vllm_eesd.round.step import Drafted, Step
 from vllm_eesd.traces.rounds import Judged, Verdict
 
 
@@ -25,19 +26,21 @@ def tokens_of_step(step: TargetStep, drafts: torch.Tensor) -> torch.Tensor:
 
 
 def pending_verdict(
-    step: PendingStep,
+    step: Step,
+    clock: StepClock,
+    drafted: Drafted | None,
     request_ids: Sequence[str],
     num_verified: np.ndarray,
     tokens: HostCopy,
-    with_confidences: bool,
 ) -> Callable[[], Verdict | None]:
     """Return what `RoundTrace.add_pending` asks for a step's outcome.
 
     Args:
+        clock: of the step.
+        drafted: what the round before drafted, if the trace shows its confidences.
         request_ids: num_reqs of them.
         num_verified: [num_reqs] int64, draft tokens judged; -1 where the host never learns, the accepted ones then.
         tokens: of `tokens_of_step`, on their way to the host.
-        with_confidences: whether the trace shows those of the drafts.
     """
     rows, names = np.flatnonzero(step.decoded), list(request_ids)
 
@@ -45,9 +48,9 @@ def pending_verdict(
         if not tokens.is_done():
             return None
         judged = judged_rows(rows, names, num_verified, tokens)
-        rest_ms, steps_ms = (0.0, []) if step.before is None else step.before.drafting_ms()
-        confidences = confidences_of(step) if with_confidences and step.drafted is not None else None
-        return Verdict(rows, judged, steps_ms, rest_ms, step.verify_ms() or 0.0, confidences)
+        rest_ms, steps_ms = clock.drafting_ms()
+        confidences = None if drafted is None else confidences_of(step.slots, drafted)
+        return Verdict(rows, judged, steps_ms, rest_ms, clock.verify_ms() or 0.0, confidences)
 
     return verdict
 
@@ -78,10 +81,10 @@ def recorded_rounds(
     return rounds
 
 
-def confidences_of(step: PendingStep) -> np.ndarray:
+def confidences_of(slots: np.ndarray, drafted: Drafted) -> np.ndarray:
     """Return the confidences of each row's draft, [num_reqs, K] float32; NaN where the round before had no such row."""
-    confidences = step.drafted.confidences.numpy()
-    here, there = np.nonzero(step.slots[:, None] == step.drafted.round.slots)
-    found = np.full((len(step.slots), confidences.shape[1]), np.nan, dtype=np.float32)
+    confidences = drafted.confidences.numpy()
+    here, there = np.nonzero(slots[:, None] == drafted.round.slots)
+    found = np.full((len(slots), confidences.shape[1]), np.nan, dtype=np.float32)
     found[here] = confidences[there]
     return found
