@@ -154,12 +154,11 @@ def engine():
             options |= {"speculative_config": spec, "worker_extension_cls": "vllm_eesd.host.worker.WorkerExtension"}
         options.setdefault("max_model_len", 256)
         options.setdefault("skip_tokenizer_init", True)
+        options.setdefault("dtype", "float32")
         options.setdefault("enforce_eager", True)  # compiling takes most of a start; some tests ask for it
         llm = None
         try:
-            llm = LLM(
-                target, dtype="float32", distributed_executor_backend="uni", disable_log_stats=True, seed=0, **options
-            )
+            llm = LLM(target, distributed_executor_backend="uni", disable_log_stats=True, seed=0, **options)
             yield llm
         finally:
             if llm is not None:
@@ -215,7 +214,7 @@ def plain_answers(engine, greedy, request):
 
     def ask(target, *questions, **options):
         digest = hashlib.sha256()
-        for path in sorted(Path(target).iterdir()):
+        for path in sorted(filter(Path.is_file, Path(target).rglob("*"))):
             digest.update(path.read_bytes())
         where = [
             gpu_name() or cpu_name(),

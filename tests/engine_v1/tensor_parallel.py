@@ -1,4 +1,4 @@
-"""Run as a program by test_tensor_parallel.py: two ranks serve, then drafting fails on one of them."""
+"""Run as a program by test_tensor_parallel.py: two ranks serve, perhaps with new weights, then one cannot draft."""
 
 import json
 import sys
@@ -19,7 +19,7 @@ class BreakableWorker(WorkerExtension):
             self.model_runner.drafter.policy.begin = broken
 
 
-def main(model, head):
+def main(model, head, new_model=None):
     from vllm import LLM, SamplingParams
 
     llm = LLM(
@@ -35,10 +35,18 @@ def main(model, head):
     )
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, detokenize=False)
     inputs = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
+
+    def answers():
+        return [list(map(int, o.outputs[0].token_ids)) for o in llm.generate(inputs, params, use_tqdm=False)]
+
     llm.collective_rpc("eesd_take_rounds")  # from here on they are recorded
-    outputs = [list(map(int, o.outputs[0].token_ids)) for o in llm.generate(inputs, params, use_tqdm=False)]
+    outputs = answers()
     print("SERVED " + json.dumps([outputs, llm.collective_rpc("eesd_stats")]), flush=True)
     print("ROUNDS " + json.dumps(llm.collective_rpc("eesd_take_rounds")), flush=True)
+    if new_model is not None:
+        llm.collective_rpc("reload_weights", kwargs={"weights_path": new_model})
+        llm.reset_prefix_cache()
+        print("RELOADED " + json.dumps([answers(), llm.collective_rpc("eesd_take_rounds")]), flush=True)
     llm.collective_rpc("break_rank", args=(1,))
     try:
         llm.generate(inputs, params, use_tqdm=False)

@@ -10,8 +10,11 @@ import json
 from pathlib import Path
 
 import chat_target
+import numpy as np
 import pytest
 from chat_server import ChatServer
+
+from vllm_eesd.host.v1 import shared_noise, verification
 
 SAME = "the same answers, whole and streamed"
 SPEC = {"method": "eesd", "num_speculative_tokens": 4, "policy": "fixed"}
@@ -136,13 +139,17 @@ def server(target, cloned_head, plain):
         yield server
 
 
+def differing(server, bodies, expected):
+    """Return (what was asked, its answer, the expected one) where these are not the same, whole or streamed."""
+    answers = ask(server, bodies, company=COMPANY), ask(server, bodies, True, COMPANY)
+    triples = [triple for both in zip(answers, expected, strict=True) for triple in zip(bodies, *both, strict=True)]
+    return [triple for triple in triples if triple[1] != triple[2]]
+
+
 def assert_same(server, bodies, expected):
     server.worker("eesd_reset_stats")
-    answers = ask(server, bodies, company=COMPANY), ask(server, bodies, True, COMPANY)
+    assert differing(server, bodies, expected)[:1] == []
     stats = server.worker("eesd_stats")
-    for ours, theirs in zip(answers, expected, strict=True):
-        differing = [triple for triple in zip(bodies, ours, theirs, strict=True) if triple[1] != triple[2]]
-        assert not differing, differing[0]
     assert 0 < stats["accepted"] < stats["drafted"] and not stats["drafter_faults"]
 
 
@@ -180,3 +187,44 @@ def test_what_is_asked_shows_in_the_answers(plain):
     if budgeted := whole.get("thinking_token_budget"):
         nothing, some, more = (len(budgeted[number]["reasoning"]) for number in (7, 9, 11))
         assert nothing < some < more
+
+
+def by_the_row_before(sample_rows, server):
+    """Plant: a request is sampled from what the grammar of the row before has left."""
+    return lambda sampler, logits, *args: sample_rows(sampler, logits.roll(1, 0), *args)
+
+
+def as_if_all_were_emitted(set_back, server):
+    """Plant: a thought is counted, and noise is drawn, to the last draft and not to the last one accepted."""
+
+    def keep(self, sampled):
+        num_rows = np.array(self.drafts.num_draft_tokens)[:, None] + 1
+        set_back(self, np.where(np.arange(sampled.shape[1]) < num_rows, 0, -1))
+
+    return keep
+
+
+def one_more_after_a_call(keep_while_equal, server):
+    """Plant: what was drafted after the end of a tool call is accepted, whatever the target says."""
+    end = server.engine.get_tokenizer().convert_tokens_to_ids("</tool_call>")
+
+    def keep(best, metadata):
+        kept = keep_while_equal(best, metadata)
+        after = (kept[:, :-1] == end) & (kept[:, 1:] >= 0)
+        kept[:, 1:][after] = 5
+        return kept
+
+    return keep
+
+
+PLANTED = [
+    (by_the_row_before, shared_noise, "sample_rows", "response_format, JSON schema"),
+    (as_if_all_were_emitted, shared_noise.SampledRows, "set_back", "thinking_token_budget"),
+    (one_more_after_a_call, verification, "keep_while_equal", "tool_choice=auto, hermes parser"),
+]
+
+
+@pytest.mark.parametrize(("plant", "owner", "attribute", "name"), PLANTED, ids=[of[0].__name__ for of in PLANTED])
+def test_a_wrong_verification_is_noticed(server, plain, plant, owner, attribute, name, monkeypatch):
+    monkeypatch.setattr(owner, attribute, plant(getattr(owner, attribute), server))
+    assert differing(server, CASES[name], plain[name])

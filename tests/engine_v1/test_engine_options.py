@@ -3,10 +3,12 @@
 import json
 import shutil
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import vllm_serve
 from test_refusals import refusal
 
 from vllm_eesd.config import LONGEST_COPY
@@ -242,3 +244,19 @@ def test_the_second_of_two_engines(engine, greedy, random_target, drafter_of, tm
             time.sleep(0.02)
     written = {path.name for path in tmp_path.iterdir()}
     assert written == {"state.1.json", "rounds.1.jsonl"}
+
+
+#: How EESD is asked for, and what a vLLM says to it that has not loaded the plugin.
+UNLOADED = {
+    "--speculative-config eesd": "Value eesd cannot be converted to",
+    "--spec-method eesd": "invalid choice: 'eesd'",
+}
+
+
+@pytest.mark.parametrize("asked", UNLOADED)
+def test_where_the_plugin_is_kept_out(random_target, asked):
+    """Nothing of it runs then, so these are vLLM's words; docs/guide.md explains them, `eesd doctor` the cause."""
+    message = vllm_serve.refused(random_target, *asked.split(), VLLM_PLUGINS="other")
+    guide = (Path(__file__).resolve().parents[2] / "docs" / "guide.md").read_text(encoding="utf-8")
+    (row,) = (line for line in guide.splitlines() if "`VLLM_PLUGINS` is set and does not name `eesd`" in line)
+    assert UNLOADED[asked] in message and UNLOADED[asked] in row

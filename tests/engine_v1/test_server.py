@@ -1,10 +1,8 @@
 """`vllm serve MODEL --speculative-config eesd` and the OpenAI client, as a user would run them."""
 
 import concurrent.futures
-import contextlib
 import json
-import os
-import signal
+import re
 import socket
 import subprocess
 import sys
@@ -13,8 +11,9 @@ import urllib.request
 from pathlib import Path
 
 import pytest
+from vllm_serve import START_LIMIT_S, metric, serving
 
-START_LIMIT_S = 600
+EMITTED = "eesd:emitted_tokens_total"
 PROMPTS = [
     "import os\n\n\ndef read_lines(path):\n",
     "class Stack:\n    def __init__(self):\n",
@@ -27,49 +26,13 @@ PROMPTS = [
 ]
 
 
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 @pytest.fixture(scope="module")
 def server(embedded_model, tmp_path_factory):
-    """Base URL of a server started by the `vllm` command with the bare word `eesd`."""
-    port = free_port()
-    log_path = tmp_path_factory.mktemp("server") / "log"
-    # The in-process settings of other tests are not a user's.
-    env = {
-        k: v
-        for k, v in os.environ.items()
-        if not k.startswith(("VLLM_ENABLE_V1", "OMP_", "VLLM_CPU_OMP", "VLLM_LOGGING"))
-    }
-    command = [
-        str(Path(sys.executable).parent / "vllm"), "serve", str(embedded_model), "--speculative-config", "eesd",
-        "--dtype", "float32", "--max-model-len", "1024", "--host", "127.0.0.1", "--port", str(port),
-        "--served-model-name", "code",
-    ]  # fmt: skip
-    with open(log_path, "w") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log, env=env, start_new_session=True)
-    try:
-        deadline = time.monotonic() + START_LIMIT_S
-        while True:
-            try:
-                urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=2)
-                break
-            except OSError:
-                if process.poll() is not None or time.monotonic() > deadline:
-                    pytest.fail(f"the server did not start:\n{log_path.read_text()[-3000:]}")
-                time.sleep(1)
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        # The whole session: killing only the parent would leave the engine core behind.
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGTERM)
-        try:
-            process.wait(30)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
+    """Base URL of a server started by the `vllm` command with the bare word `eesd`; it can be paused."""
+    options = ("--speculative-config", "eesd", "--max-model-len", "1024")
+    log = tmp_path_factory.mktemp("server") / "log"
+    with serving(embedded_model, *options, log=log, VLLM_SERVER_DEV_MODE="1") as address:
+        yield address
 
 
 @pytest.fixture(scope="module")
@@ -182,11 +145,6 @@ def test_vllm_bench_serve(server, embedded_model, tmp_path, prompts):
     assert seen["completed"] == 6 and seen["failed"] == 0 and seen["total_output_tokens"] == 6 * 16
 
 
-def metric(server, name):
-    text = urllib.request.urlopen(f"{server}/metrics", timeout=60).read().decode()
-    return sum(float(line.rsplit(" ", 1)[1]) for line in text.splitlines() if line.startswith(name))
-
-
 def running_requests(server):
     return metric(server, "vllm:num_requests_running")
 
@@ -196,35 +154,112 @@ def test_it_really_speculates(server, client):
     assert metric(server, "vllm:spec_decode_num_accepted_tokens_total") > 0
 
 
-def test_eesd_counts_are_at_the_metrics_endpoint_and_top_shows_them(server, client):
-    from vllm_eesd.bench.top import between, fetch, parse
+def eesds(snapshot):
+    return {name: value for name, value in snapshot.values.items() if "eesd:" in str(name)}
 
-    def eesds(snapshot):
-        return {name: value for name, value in snapshot.values.items() if "eesd:" in str(name)}
 
-    url = f"{server}/metrics"
-    # Counters of requests before this one are published within a second, on a busy machine later.
+def settled(url):
+    """Return the server's counters; those of requests that have ended are published within a second or later."""
+    from vllm_eesd.bench.top import fetch, parse
+
     deadline = time.monotonic() + 120
     earlier, before = None, parse(fetch(url), 0.0)
     while earlier is None or eesds(earlier) != eesds(before):
         assert time.monotonic() < deadline, before
         time.sleep(2.5)
         earlier, before = before, parse(fetch(url), 0.0)
-    # A fixed length: whether drafting pays at this moment on this machine is not the question here.
-    options = {"ignore_eos": True, "vllm_xargs": {"eesd_max_draft_tokens": 8}}
-    complete(client, PROMPTS[1], max_tokens=200, extra_body=options)
+    return before
+
+
+def once_emitted(url, number):
+    """Return the server's counters as soon as rounds have emitted so many tokens."""
+    from vllm_eesd.bench.top import fetch, parse
+
     deadline = time.monotonic() + 60
-    emitted = "eesd:emitted_tokens_total"
-    while (after := parse(fetch(url), 10.0)).values[emitted] - before.values[emitted] < 199:
+    while (after := parse(fetch(url), 10.0)).values[EMITTED] < number:
         assert time.monotonic() < deadline, after
         time.sleep(0.2)
-    figures = between(before, after)
-    # The first token comes from the prompt's forward pass, which is no round.
-    assert after.values[emitted] - before.values[emitted] == 199
-    assert figures["own"] and figures["goodput"] == 20.0
-    assert 1 < figures["acceptance_length"] < 9 and 0 < figures["speedup"] < 20
-    assert sum(figures["lengths"]) == pytest.approx(1)
+    return after
+
+
+def top(server):
+    """Return what `eesd top` shows at two looks."""
     command = [sys.executable, "-m", "vllm_eesd.cli", "top", "--url", server, "--interval", "0.2", "--count", "2"]
     shown = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert shown.returncode == 0, shown.stderr
-    assert shown.stdout.count("estimated speedup over plain") == 2 and "EESD's own counters are not" not in shown.stdout
+    return shown.stdout
+
+
+def test_eesd_counts_are_at_the_metrics_endpoint_and_top_shows_them(server, client):
+    from vllm_eesd.bench.top import between
+
+    url = f"{server}/metrics"
+    before = settled(url)
+    # A fixed length: whether drafting pays at this moment on this machine is not the question here.
+    options = {"ignore_eos": True, "vllm_xargs": {"eesd_max_draft_tokens": 8}}
+    complete(client, PROMPTS[1], max_tokens=200, extra_body=options)
+    after = once_emitted(url, before.values[EMITTED] + 199)
+    figures = between(before, after)
+    # The first token comes from the prompt's forward pass, which is no round.
+    assert after.values[EMITTED] - before.values[EMITTED] == 199
+    assert figures["own"] and figures["goodput"] == 20.0
+    assert 1 < figures["acceptance_length"] < 9 and 0 < figures["speedup"] < 20
+    assert sum(figures["lengths"]) == pytest.approx(1)
+    shown = top(server)
+    assert shown.count("estimated speedup over plain") == 2 and "EESD's own counters are not" not in shown
+
+
+@pytest.mark.feature("`/pause` and `/resume` while requests are streamed", "the same answers; no step has taken it")
+@pytest.mark.parametrize(("how", "num_recomputed"), [("mode=keep", 3), ("mode=keep&clear_cache=false", 0)])
+def test_a_pause_while_requests_are_streamed(server, client, expected, how, num_recomputed):
+    """Two seconds and more without a token: these are in no counter, and `eesd top` shows that nothing runs.
+
+    A cleared cache preempts what runs: the token after a text that was computed again is no round's.
+    """
+    from vllm_eesd.bench.top import between
+
+    num_tokens, prompts = 900, PROMPTS[:3]
+    pieces = [[] for _ in prompts]
+
+    def stream(number):
+        options = {"max_tokens": num_tokens, "stream": True, "extra_body": {"ignore_eos": True}}
+        for chunk in complete(client, prompts[number], **options):
+            pieces[number] += [choice.text for choice in chunk.choices]
+
+    def post(what):
+        urllib.request.urlopen(urllib.request.Request(f"{server}/{what}", method="POST"), timeout=60).read()
+
+    def ask(pause):
+        """Return (texts, seconds that none was written in)."""
+        began, paused_s = time.monotonic(), 0.0
+        for of_one in pieces:
+            of_one.clear()
+        with concurrent.futures.ThreadPoolExecutor(len(prompts)) as pool:
+            streams = [pool.submit(stream, number) for number in range(len(prompts))]
+            if pause:
+                while not all(len(of_one) > 5 for of_one in pieces):
+                    time.sleep(0.01)
+                post(f"pause?{how}")
+                paused = time.monotonic()
+                time.sleep(2.0)
+                written = [*map(len, pieces)]
+                shown = top(server)
+                assert [*map(len, pieces)] == written and not any(one.done() for one in streams)
+                assert len(re.findall(r"goodput, tokens/s +0\.0 ", shown)) == 2, shown
+                assert len(re.findall(r"estimated speedup over plain +- ", shown)) == 2, shown
+                paused_s = time.monotonic() - paused
+                post("resume")
+            for one in streams:
+                one.result()
+        return ["".join(of_one) for of_one in pieces], time.monotonic() - began - paused_s
+
+    texts, _ = ask(pause=False)
+    assert all(text.startswith(start) for text, start in zip(texts, expected, strict=False))
+    before = settled(f"{server}/metrics")
+    paused_texts, running_s = ask(pause=True)
+    assert paused_texts == texts
+    number = before.values[EMITTED] + len(prompts) * (num_tokens - 1) - num_recomputed
+    after = once_emitted(f"{server}/metrics", number)
+    assert after.values[EMITTED] == number
+    assert 0 < after.values["eesd:decode_seconds_total"] - before.values["eesd:decode_seconds_total"] < running_s
+    assert 0 < between(before, after)["speedup"] < 20

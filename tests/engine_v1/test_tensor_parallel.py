@@ -13,8 +13,8 @@ import torch
 from test_training_parity import count_mismatches, write_new_head
 
 HERE = Path(__file__).parent
-LIMIT_S, GRACE_S = 400, 20
-WORDS = ("SERVED ", "ROUNDS ", "BROKEN ")
+LIMIT_S, GRACE_S = 900, 20
+WORDS = ("SERVED ", "ROUNDS ", "RELOADED ", "BROKEN ")
 
 
 def processes_of(session):
@@ -37,11 +37,11 @@ def plain(plain_answers, random_target):
     return plain_answers(random_target, (tensor_parallel.PROMPTS, 40))[0]
 
 
-def run_two_ranks(target, head):
+def run_two_ranks(target, head, *new_target):
     """Run the program; returns (what it printed, by first word; processes it left behind; everything it said)."""
     env = {k: v for k, v in os.environ.items() if not k.startswith(("VLLM_ENABLE_V1", "VLLM_LOGGING", "VLLM_CPU_OMP"))}
     env |= {"PYTHONPATH": str(HERE), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    command = [sys.executable, str(HERE / "tensor_parallel.py"), target, head]
+    command = [sys.executable, str(HERE / "tensor_parallel.py"), target, head, *new_target]
     process = subprocess.Popen(
         command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     )

@@ -213,10 +213,15 @@ def test_the_docs_table_is_the_records():
 
 def test_a_worker_can_start_where_numba_was_used():
     import numba
+    from llvmlite.binding import ffi
     from vllm.triton_utils import dispatcher
 
     plugin.register()
     assert numba.njit(lambda: 1)() == 1
+    ffi.lib._fntab.pop("__dict__", None)
+    dispatcher._rebind_kernels([])
+    ffi.lib._fntab.pop("__dict__")
+    assert hasattr(ffi.lib, "__dict__")  # whoever looks at all modules' attributes asks for it
     dispatcher._rebind_kernels([])
 
 

@@ -206,8 +206,8 @@ def take_draft_token_ids(original, self):
 def _rebind_kernels(original, overrides):
     llvmlite = sys.modules.get("llvmlite.binding.ffi")
     if llvmlite is not None:
-        # Its library object makes a function of whatever attribute it is asked for; this one it shall have.
-        llvmlite.lib._fntab.setdefault("__dict__", {})
+        # Its library object makes a function of whatever attribute it is asked for, and keeps it: of this one too.
+        llvmlite.lib._fntab["__dict__"] = {}
     return original(overrides)
 
 
