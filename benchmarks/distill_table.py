@@ -1,4 +1,4 @@
-"""Which loss, initialisation and data distil best: every combination at equal steps, as the table of docs/distill.md.
+"""Which loss, initialisation and data distil best, at equal steps, as the tables of docs/tables/distill.md.
 
     python -P benchmarks/distill_table.py models/eesd-code-10m --exit-layers 2 --train train.bin --held-out held_out.bin
 

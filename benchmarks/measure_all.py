@@ -3,7 +3,7 @@
     python benchmarks/measure_all.py [--quick] [flags of measure_public.py]
     python benchmarks/measure_all.py --embedded | --all | --only held_out_code same_budget [--quick]
 
-Of the embedded model: the README's table or, with --all, every one of docs/results.md.
+Of the embedded model: the README's table or, with --all, every one of docs/tables/results.md.
 
 One session: all engines are started once and stay alive (about 3 GB each), as starting them is what takes longest. A
 row says how it was measured, and the page shows the `eesd bench` that measures the same. What needs something that is

@@ -65,15 +65,20 @@ def latency_commands(rows: Rows) -> str:
     return "\n".join(lines)
 
 
-def throughput_command(rows: Rows) -> str:
-    """Return the `eesd bench throughput` that measures these rows."""
-    first = rows[0]
-    words = ["eesd", "bench", "throughput", "--model", first["model"], "--prompts", first["prompts"]]
-    words += ["--methods", ",".join(dict.fromkeys(row["method"] for row in rows))]
-    words += ["--rate", ",".join(dict.fromkeys(f"{row['rate']:g}" for row in rows))]
-    words += ["--requests", str(first["requests"]), "--max-tokens", str(first["max_tokens"])]
-    words += ["--rounds", str(first["rounds"]), "--seed", str(first["seed"]), "--dtype", first["dtype"]]
-    return shlex.join([*words, "--policy", first["policy"]])
+def batches_of(tables: dict[str, Rows]) -> list[int]:
+    """Return every batch size of these tables of rows."""
+    return sorted({row["batch"] for rows in tables.values() for row in rows})
+
+
+def speedup_of(rows: Rows, method: str, batch: int) -> float | None:
+    """Return a method's speedup at a batch size; of one measured at several draft lengths, `METHOD@K`, the best."""
+    found = [row for row in rows if row["batch"] == batch and row["method"].partition("@")[0] == method]
+    return max((row["speedup_vs_plain"] for row in found if row["speedup_vs_plain"]), default=None)
+
+
+def speedup_cell(rows: Rows, method: str, batch: int) -> str:
+    """Return `speedup_of` as "1.62x"."""
+    return ratio(speedup_of(rows, method, batch), None)
 
 
 def by_method(rows: Rows) -> list[dict[str, Any]]:
@@ -104,7 +109,8 @@ FILTERS = {
         origin,
         count_prompts,
         latency_commands,
-        throughput_command,
+        batches_of,
+        speedup_cell,
         by_method,
         groupby_in_order,
     )

@@ -1,8 +1,8 @@
 """Which head would pay where: recorded acceptance at the costs of other targets on GPUs, beside others' published.
 
-    python benchmarks/which_head.py            # writes benchmarks/results/which_head.json, for docs/gpu.md
+    python benchmarks/which_head.py            # writes benchmarks/results/which_head.json, for docs/tables/gpu.md
 
-A roofline and assumptions, no measurement: see docs/gpu.md, which says so beside the table.
+A roofline and assumptions, no measurement: see docs/tables/gpu.md, which says so beside the table.
 """
 
 from __future__ import annotations
