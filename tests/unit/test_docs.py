@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from vllm_eesd.cli import COMMANDS
-from vllm_eesd.host.speculative import SUPPORTED_ARCHITECTURES
 
 ROOT = Path(__file__).resolve().parents[2]
 #: What a user or an engineer reads from beginning to end; tables, decisions and model cards are looked things up in.
@@ -77,12 +76,6 @@ def test_every_file_that_a_page_names_exists(page):
     named = set(re.findall(r"`(\.?\w+(?:/[\w.]+)+)(?:[:`\[ ])", page.read_text(encoding="utf-8")))
     named = {name for name in named if "." in name.rpartition("/")[2] and not name.startswith("models/")}
     assert named and not [name for name in sorted(named) if not any(file.endswith(f"/{name}") for file in files)]
-
-
-def test_the_readme_names_every_supported_family():
-    readme = re.sub(r"[^a-z0-9]", "", (ROOT / "README.md").read_text(encoding="utf-8").lower())
-    for architecture in SUPPORTED_ARCHITECTURES:
-        assert architecture.removesuffix("ForCausalLM").lower() in readme
 
 
 def test_the_pages_are_short():
