@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from vllm_eesd.config import LONGEST_COPY
+from vllm_eesd.config import LONGEST_NGRAM_DRAFT
 from vllm_eesd.policy import POLICIES, BetaPosterior, Outcome, build_policy
 from vllm_eesd.provenance import provenance
 from vllm_eesd.round.draft import DraftRound
@@ -64,9 +64,9 @@ def measure(name: str, num_rows: int, hopeless: bool) -> dict[str, float]:
 
 def measure_ngrams(num_rows: int, text_length: int) -> dict[str, float]:
     """Return the median microseconds of searching every row's text, and of deciding which n-gram drafts to take."""
-    ngrams = NgramDrafter(num_rows, LONGEST_COPY)
+    ngrams = NgramDrafter(num_rows, LONGEST_NGRAM_DRAFT)
     policy = build_policy("goodput", BetaPosterior(num_rows, 3.0, 1.0), 0, {})
-    slots, limits = np.arange(num_rows), np.full(num_rows, LONGEST_COPY)
+    slots, limits = np.arange(num_rows), np.full(num_rows, LONGEST_NGRAM_DRAFT)
     policy.reset(slots)
     texts = np.random.default_rng(0).integers(0, 2000, (num_rows, text_length + COPY_STEPS)).astype(np.int32)
     times: dict[str, list[float]] = {"search": [], "take": []}

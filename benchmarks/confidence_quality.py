@@ -40,7 +40,7 @@ from vllm_eesd.policy.goodput import DISCOUNT, PRIOR_MEMORY, PRIOR_WEIGHT
 from vllm_eesd.provenance import provenance
 from vllm_eesd.traces.dense import DenseTrace
 from vllm_eesd.traces.read import read
-from vllm_eesd.traces.rounds import Round
+from vllm_eesd.traces.rounds import RoundRecord
 
 LENGTH = 4
 #: A request's rounds: the confidences of the draft tokens, and how many of them were accepted.
@@ -69,7 +69,7 @@ def rounds_of(path: str | os.PathLike) -> list[Rounds]:
     return requests
 
 
-def served(records: list[Round]) -> list[Rounds]:
+def served(records: list[RoundRecord]) -> list[Rounds]:
     """Return the rounds by request, those left out that have no confidences, as n-gram drafts."""
     by_request: dict[str, Rounds] = {}
     for record in records:
