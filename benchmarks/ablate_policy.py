@@ -1,7 +1,7 @@
 """What each tuned constant of the goodput policy earns: replays with it doubled, halved and removed.
 
     PYTHONPATH=benchmarks python benchmarks/ablate_policy.py     # seeded; one core, less than 12 minutes
-    PYTHONPATH=benchmarks python benchmarks/pages.py constants   # docs/policies.md: the table
+    PYTHONPATH=benchmarks python benchmarks/pages.py constants   # docs/tables/policies.md: the table
 
 Goodput is that of the replay's own clock, so other work on the machine does not move it. A replay here also drives the
 idle back-off, and a decision that drafts nothing takes `DECISION_RATIO` of a plain step. Rows are written as they are
@@ -33,7 +33,7 @@ from vllm_eesd.simulate.world import World
 from vllm_eesd.traces.dense import DenseTrace
 from vllm_eesd.traces.read import read_dense
 
-#: Time of a decision that drafts nothing, in plain steps: as measured on the embedded model, see docs/policies.md.
+#: Time of a decision that drafts nothing, in plain steps, of the embedded model: see docs/tables/policies.md.
 DECISION_RATIO = 0.03
 #: A share of the unchanged goodput below which a variant is replayed with so many times the seeds.
 SUSPICIOUS, MORE_SEEDS = 0.993, 4

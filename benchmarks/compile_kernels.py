@@ -1,4 +1,4 @@
-"""Compile every Triton kernel for GPUs that need not be there, and write what each takes into docs/kernels.md.
+"""Compile every Triton kernel for GPUs that need not be there, and write what each takes into docs/tables/kernels.md.
 
     python benchmarks/compile_kernels.py
 
@@ -32,7 +32,7 @@ from vllm_eesd.kernels.gpu import (
 from vllm_eesd.round.ngram import MAX_MATCH, MAX_SEARCHED
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "kernels.md"
+PAGE = ROOT / "docs" / "tables" / "kernels.md"
 OPEN, CLOSE = "<!-- compiled -->", "<!-- /compiled -->"
 CAPABILITIES = (80, 90, 100)
 CUOBJDUMP = Path(triton.backends.__file__).parent / "nvidia" / "bin" / "cuobjdump"

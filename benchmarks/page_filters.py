@@ -75,6 +75,22 @@ def latency_commands(rows: Rows) -> str:
     return "\n".join(lines)
 
 
+def batches_of(tables: dict[str, Rows]) -> list[int]:
+    """Return every batch size of these tables of rows."""
+    return sorted({row["batch"] for rows in tables.values() for row in rows})
+
+
+def speedup_of(rows: Rows, method: str, batch: int) -> float | None:
+    """Return a method's speedup at a batch size; of one measured at several draft lengths, `METHOD@K`, the best."""
+    found = [row for row in rows if row["batch"] == batch and row["method"].partition("@")[0] == method]
+    return max((row["speedup_vs_plain"] for row in found if row["speedup_vs_plain"]), default=None)
+
+
+def speedup_cell(rows: Rows, method: str, batch: int) -> str:
+    """Return `speedup_of` as "1.62x"."""
+    return ratio(speedup_of(rows, method, batch), None)
+
+
 def by_method(rows: Rows) -> list[dict[str, Any]]:
     """Return, for each workload and batch size, its rows by method; `best_fixed` is the fastest of fixed lengths."""
     tables = []
@@ -103,6 +119,8 @@ FILTERS = {
         origin,
         count_prompts,
         latency_commands,
+        batches_of,
+        speedup_cell,
         by_method,
         groupby_in_order,
     )

@@ -1,4 +1,4 @@
-"""What docs/gpu.md shows: rows of results in the order and the units of its tables."""
+"""What docs/tables/gpu.md shows: rows of results in the order and the units of its tables."""
 
 from __future__ import annotations
 

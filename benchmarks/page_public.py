@@ -9,7 +9,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from page_filters import Rows
+from page_filters import Rows, spaced
 
 NAME = "smollm2"
 WORKLOADS = {
@@ -59,6 +59,15 @@ class Public:
             Measured(table.workload, table.sampling, table.dtype, [row for row in table.rows if shown_first(row)])
             for table in chosen
         ]
+
+    @property
+    def headline(self) -> list[Measured]:
+        """The tables of the README's first figures: chat, in bfloat16."""
+        return [t for t in self.tables if (t.workload, t.dtype) == (README_WORKLOADS[0], README_DTYPE)]
+
+    @property
+    def headline_batches(self) -> list[int]:
+        return [batch for batch in README_BATCHES if all(table.of("eesd", batch) for table in self.headline)]
 
     @property
     def exact(self) -> tuple[int, int]:
@@ -118,6 +127,46 @@ def speed(row: dict[str, Any]) -> float:
     return row["speedup_vs_plain"] or 0.0
 
 
+def slower_cases(
+    public: Public | None, embedded: dict[str, Rows], gpu: dict[str, dict[str, dict[str, Any]]] | None
+) -> list[str]:
+    """Return where EESD was measured below plain decoding, and by how much: the embedded model's cases in one.
+
+    Args:
+        embedded: rows by workload.
+        gpu: rows of gpu_end_to_end.csv by shape, batch size and method.
+    """
+    told = []
+    for table in public.tables if public else ():
+        for row in table.rows:
+            if row["method"] == "eesd" and speed(row) < 1:
+                named = f"SmolLM2-135M, {spaced(table.workload)}, {text_kind(table)}, {row['batch']} requests"
+                told.append(f"{named}, {table.dtype}: {speed(row):.2f}x")
+    speedups = [speed(row) for rows in embedded.values() for row in rows if row["method"] == "eesd"]
+    if slow := [value for value in speedups if value < 1]:
+        of_all = f"{len(slow)} of {len(speedups)} settings"
+        told.append(f"the embedded model, in {of_all}: {min(slow):.2f}x to {max(slow):.2f}x")
+    for shape, by_batch in (gpu or {}).items():
+        for batch, of_method in by_batch.items():
+            if (value := float(of_method["eesd"]["speedup"])) < 1:
+                told.append(f"a GPU, {shape.upper()} shape, {batch} requests: {value:.2f}x")
+    return told
+
+
+def text_kind(table: Measured) -> str:
+    """Return how a table's texts were chosen."""
+    first = table.rows[0]
+    return f"T = {first['temperature']:g}, top-p {first['top_p']:g}" if first["temperature"] else "greedy"
+
+
+def by_dtype(tables: list[Measured]) -> dict[str, list[Measured]]:
+    return {dtype: [table for table in tables if table.dtype == dtype] for dtype in DTYPES}
+
+
+def all_batches(tables: list[Measured]) -> list[int]:
+    return sorted({batch for table in tables for batch in table.batches})
+
+
 def method_name(method: str) -> str:
     """Return a method as the tables call it."""
     return {"plain-again": "plain, again"}.get(method, method)
@@ -166,5 +215,15 @@ def public_commands(table: Measured) -> str:
 
 
 FILTERS = {
-    function.__name__: function for function in (method_name, texts_cell, margin_cell, positions_cell, public_commands)
+    function.__name__: function
+    for function in (
+        method_name,
+        texts_cell,
+        margin_cell,
+        positions_cell,
+        public_commands,
+        text_kind,
+        by_dtype,
+        all_batches,
+    )
 }

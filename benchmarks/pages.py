@@ -1,10 +1,10 @@
 """Write the generated docs from benchmarks/results: every figure is from a file there, the text is in benchmarks/pages.
 
-    python benchmarks/pages.py results readme      # docs/results.md, its plots and the README's tables (make bench)
-    python benchmarks/pages.py reliability         # docs/reliability.md and docs/compatibility.md (make reliability)
-    python benchmarks/pages.py policies            # docs/policies.md: replays every policy, which takes two minutes
-    python benchmarks/pages.py constants           # docs/policies.md: what each constant earns
-    python benchmarks/pages.py gpu                 # docs/gpu.md and its plot (benchmarks/gpu/run_all.sh)
+    python benchmarks/pages.py results readme   # docs/results.md, its tables and plots, the README (make bench)
+    python benchmarks/pages.py reliability      # docs/reliability.md and docs/compatibility.md (make reliability)
+    python benchmarks/pages.py policies         # docs/tables/policies.md: replays every policy, two minutes
+    python benchmarks/pages.py constants        # docs/tables/policies.md: what each constant earns
+    python benchmarks/pages.py gpu              # docs/tables/gpu.md and its plot (benchmarks/gpu/run_all.sh)
 
 Results are written by benchmarks/measure_public.py (smollm2-*), serve_rates.py, measure_all.py (latency-*,
 methods.json), waterfall.py, harness.py (*.csv), ablate_policy.py and the tests (fuzz, soak, features); live_policies*
@@ -31,6 +31,7 @@ from vllm_eesd.exit_head.checkpoint import ExitHeadConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS, DOCS, README = ROOT / "benchmarks" / "results", ROOT / "docs", ROOT / "README.md"
+TABLES = DOCS / "tables"
 #: What a workload's prompts are; models/make makes them.
 WORKLOADS = {
     "held_out_code": "Pieces of source files that the model never saw.",
@@ -97,7 +98,7 @@ def render(template: str, **context: Any) -> str:
 
 
 def results(folder: Path = RESULTS, page: Path = DOCS / "results.md") -> None:
-    """Write docs/results.md and, beside it, its plots."""
+    """Write docs/results.md, its plots beside it and, in tables/ beside it, the tables that it is drawn from."""
     import plots
 
     latency, waterfall = load_all(folder, "latency"), load(folder / "waterfall.json")
@@ -106,20 +107,41 @@ def results(folder: Path = RESULTS, page: Path = DOCS / "results.md") -> None:
         plots.plot_acceptance(page.with_name("results-acceptance.png"), latency)
     if waterfall:
         plots.plot_waterfall(page.with_name("results-waterfall.png"), waterfall)
-    text = render(
-        "results.md.j2",
-        public=page_public.load_public(folder),
-        public_workloads=page_public.WORKLOADS,
-        latency=latency,
+    shown = {
+        "public": page_public.load_public(folder),
+        "public_workloads": page_public.WORKLOADS,
+        "latency": latency,
+        "random_target": load(folder / "random_target.json"),
+        "waterfall": waterfall,
+    }
+    conclusions = render("results.md.j2", **shown, **gpu_speedups(folder), published=load(folder / "published.json"))
+    page.write_text(conclusions, encoding="utf-8")
+    tables = render(
+        "results_tables.md.j2",
+        **shown,
         workloads=WORKLOADS,
         methods=load(folder / "methods.json", {}),
-        random_target=load(folder / "random_target.json"),
-        waterfall=waterfall,
         kernels={path.stem: load_csv(path) for path in sorted(folder.glob("kernels_*.csv"))},
         hidden_columns=HIDDEN_COLUMNS,
-        published=load(folder / "published.json"),
     )
-    page.write_text(text, encoding="utf-8")
+    (page.parent / "tables").mkdir(exist_ok=True)
+    (page.parent / "tables" / page.name).write_text(tables, encoding="utf-8")
+
+
+def gpu_speedups(folder: Path = RESULTS) -> dict[str, Any]:
+    """Return what the conclusions and the README show of benchmarks/gpu/end_to_end.py; `gpu` is None without a run."""
+    path = folder / "gpu_end_to_end.csv"
+    if not path.exists():
+        return {"gpu": None, "methods": [], "hardware": None}
+    rows = page_gpu.last_runs(load_csv(path))
+    methods = list(dict.fromkeys(row["method"] for row in rows))
+    speedups = {shape: page_gpu.by_batch(rows, shape) for shape in ("8b", "1b")}
+    return {"gpu": speedups, "methods": methods, "hardware": rows[0]["hardware"]}
+
+
+def readme_headline(folder: Path = RESULTS) -> str:
+    """Return the README's first figures, and for whom EESD is."""
+    return render("headline.md.j2", public=page_public.load_public(folder), **gpu_speedups(folder))
 
 
 def readme_figures(folder: Path = RESULTS, plot_file: Path | None = None) -> str:
@@ -130,12 +152,11 @@ def readme_figures(folder: Path = RESULTS, plot_file: Path | None = None) -> str
 
         plots.plot_speedup(plot_file, {"sampled at T = 0.8": sampled, "greedy, up to the first loop": greedy})
     rows = [row for row in sampled + greedy if row["batch"] in BATCHES]
-    shares = next(row["acceptance_per_position"] for row in rows if row["method"] == "eesd")
-    whole = next(row for row in load(folder / "latency-held_out_code.json") if row["method"] == "plain")
     head = ExitHeadConfig.load(ROOT / "models" / "eesd-code-10m" / "eesd")
-    embedded = {"rows": rows, "shares": shares, "looping_share": whole["looping_share"], "head": head}
-    public = {"public": page_public.load_public(folder), "public_workloads": page_public.WORKLOADS}
-    return render("readme.md.j2", **public, **embedded)
+    public, embedded = page_public.load_public(folder), load_all(folder, "latency")
+    slower = page_public.slower_cases(public, embedded, gpu_speedups(folder)["gpu"])
+    shown = {"public": public, "public_workloads": page_public.WORKLOADS, "rows": rows, "head": head, "slower": slower}
+    return render("readme.md.j2", **shown)
 
 
 def reliability_text(folder: Path = RESULTS) -> str:
@@ -168,7 +189,8 @@ def compatibility_text(folder: Path = RESULTS) -> str:
 
 
 def policy_figures(plot_file: Path, folder: Path = RESULTS) -> str:
-    """Replay every policy on the recorded and on synthetic traces, draw the plot and return docs/policies.md's figures.
+    """Replay every policy on the recorded and on synthetic traces, draw the plot and return the figures of
+    docs/tables/policies.md.
 
     Everything is seeded: the same traces give the same figures.
     """
@@ -195,7 +217,7 @@ def policy_figures(plot_file: Path, folder: Path = RESULTS) -> str:
 
 
 def constants_table(folder: Path = RESULTS) -> str:
-    """Return docs/policies.md's table of constants: the most that each variant loses on any trace, and where."""
+    """Return the table of constants of docs/tables/policies.md: the most each variant loses on any trace, and where."""
     made, found = load(folder / "ablate_policy.json"), {}
     for row in made["rows"]:
         where, least = min(row["percent"].items(), key=lambda item: item[1])
@@ -205,17 +227,17 @@ def constants_table(folder: Path = RESULTS) -> str:
 
 
 def gpu_text(folder: Path = RESULTS) -> str:
-    """Return docs/gpu.md."""
-    rows = page_gpu.last_runs(load_csv(folder / "gpu_end_to_end.csv"))
+    """Return docs/tables/gpu.md."""
+    shown = gpu_speedups(folder)
     kernels = load_csv(folder / "kernels_cuda.csv")
     lossless = {name: load(folder / f"gpu_lossless{suffix}.json") for name, suffix in page_gpu.ENGINES.items()}
     costs = load(folder / "gpu_costs_8b.json")["costs"]
     return render(
         "gpu.md.j2",
-        hardware=rows[0]["hardware"],
+        hardware=shown["hardware"],
         lossless={name: row for name, row in lossless.items() if row},
-        methods=list(dict.fromkeys(row["method"] for row in rows)),
-        speedups={shape: page_gpu.by_batch(rows, shape) for shape in ("8b", "1b")},
+        methods=shown["methods"],
+        speedups=shown["gpu"],
         gpu=page_gpu.GPU,
         steps=page_gpu.steps_of_8b(costs),
         round_ms=costs["draft_round_ms"][0][1],
@@ -241,25 +263,26 @@ def reliability() -> None:
 
 def readme() -> None:
     """Write the README's figures."""
+    write_figures(README, readme_headline(), "headline")
     write_figures(README, readme_figures(plot_file=DOCS / "readme-speedup.png"))
 
 
 def policies() -> None:
-    """Write the figures of docs/policies.md and its plot."""
-    write_figures(DOCS / "policies.md", policy_figures(DOCS / "policies.png"))
+    """Write the figures of docs/tables/policies.md and their plot, which docs/results.md shows."""
+    write_figures(TABLES / "policies.md", policy_figures(DOCS / "policies.png"))
 
 
 def constants() -> None:
-    """Write the table of constants of docs/policies.md."""
-    write_figures(DOCS / "policies.md", constants_table(), "constants")
+    """Write the table of constants of docs/tables/policies.md."""
+    write_figures(TABLES / "policies.md", constants_table(), "constants")
 
 
 def gpu() -> None:
-    """Write docs/gpu.md and its plot."""
+    """Write docs/tables/gpu.md and its plot, which docs/results.md shows."""
     import plots
 
     plots.plot_end_to_end(DOCS / "gpu-speedup.png", page_gpu.last_runs(load_csv(RESULTS / "gpu_end_to_end.csv")))
-    (DOCS / "gpu.md").write_text(gpu_text(), encoding="utf-8")
+    (TABLES / "gpu.md").write_text(gpu_text(), encoding="utf-8")
 
 
 PAGES = {"results": results, "readme": readme, "reliability": reliability, "policies": policies}

@@ -1,4 +1,4 @@
-"""The plots of docs/results.md and docs/gpu.md."""
+"""The plots of docs/results.md."""
 
 from __future__ import annotations
 

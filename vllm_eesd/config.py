@@ -12,9 +12,9 @@ from vllm_eesd.policy_args import POLICIES
 
 #: Longer drafts have never paid off anywhere, and every scheduled draft costs verification work and KV slots.
 MAX_SPECULATIVE_TOKENS = 32
-#: The longest draft by default: an exit head is rarely right so far ahead, and every token costs a draft step; a copy
-#: of the text costs its verification only.
-LONGEST_DRAFT, LONGEST_COPY = 8, 16
+#: The longest draft by default: an exit head is rarely right so far ahead, and every token costs a draft step; an
+#: n-gram draft costs its verification only.
+LONGEST_DRAFT, LONGEST_NGRAM_DRAFT = 8, 16
 #: More decoder layers than this are a model of their own.
 MAX_HEAD_LAYERS = 8
 
@@ -41,8 +41,8 @@ class EESDConfig(BaseModel):
         None,
         ge=1,
         le=MAX_SPECULATIVE_TOKENS,
-        description="the longest draft, in tokens; the policy may stop earlier. None takes LONGEST_COPY where the "
-        "policy may copy n-gram continuations on Model Runner V1, else LONGEST_DRAFT",
+        description="the longest draft, in tokens; the policy may stop earlier. None takes "
+        "LONGEST_NGRAM_DRAFT where the policy may take n-gram drafts on Model Runner V1, else LONGEST_DRAFT",
     )
     num_speculative_tokens_per_batch_size: list[BatchSizes] | None = Field(
         None,

@@ -149,7 +149,7 @@ def continuation_ids(tokenizer: Any, messages: Sequence[Message], chat_template:
     """Return what the template puts between the end of the last answer and where the assistant answers the next turn.
 
     Args:
-        messages: with an answer, and behind it what is to be answered.
+        messages: with an answer, and after it what is to be answered.
     Raises:
         ValueError: see `conversation`.
     """
@@ -164,12 +164,12 @@ def user_prefix(tokenizer: Any, chat_template: str | None = None) -> tuple[list[
     Raises:
         ValueError: the template puts nothing before it.
     """
-    before, _, behind = render(tokenizer, [{"role": "user", "content": MARKER}], chat_template).partition(MARKER)
+    before, _, after = render(tokenizer, [{"role": "user", "content": MARKER}], chat_template).partition(MARKER)
     # What the user says begins with a space itself where a template puts one.
     prefix = single_bos(tokenizer, tokenizer(before.rstrip(" "), add_special_tokens=False)["input_ids"])
     if not prefix:
         raise ValueError("the chat template puts nothing before what a user says, so the target cannot ask itself")
-    end = behind[: _behind_marker(behind, 0, _end_markers(tokenizer))].strip()
+    end = after[: _after_marker(after, 0, _end_markers(tokenizer))].strip()
     return prefix, tokenizer(end, add_special_tokens=False)["input_ids"][-1:] if end else []
 
 
@@ -205,7 +205,7 @@ def _answers(
     """Return (first character, end) of each answer in the rendered text, its end marker included."""
     ends = _end_markers(tokenizer)
     if GENERATION.search(chat_template or tokenizer.get_chat_template()):
-        return [(first, _behind_marker(text, end, ends)) for first, end in _marked(tokenizer, messages, chat_template)]
+        return [(first, _after_marker(text, end, ends)) for first, end in _marked(tokenizer, messages, chat_template)]
     found: list[tuple[int, int]] = []
     for index, message in enumerate(messages):
         if message["role"] != "assistant":
@@ -217,7 +217,7 @@ def _answers(
                 f"the chat template changes message {index + 1} or what is before it when others follow, so that "
                 "answers cannot be told from the rest; give another by --chat-template FILE, with {% generation %}, say"
             )
-        found.append((len(before), _behind_marker(text, where, ends)))
+        found.append((len(before), _after_marker(text, where, ends)))
     return found
 
 
@@ -252,8 +252,8 @@ def _end_markers(tokenizer: Any) -> list[str]:
     return sorted(special - begins, key=len, reverse=True)
 
 
-def _behind_marker(text: str, end: int, markers: list[str]) -> int:
-    """Return where an answer ends: behind a marker that follows what was said, with spaces between at most."""
+def _after_marker(text: str, end: int, markers: list[str]) -> int:
+    """Return where an answer ends: after a marker that follows what was said, with spaces between at most."""
     said = len(text) - len(text[end:].lstrip())
     marker = next((marker for marker in markers if text.startswith(marker, said)), None)
     return end if marker is None else said + len(marker)

@@ -21,7 +21,7 @@ def drafting(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=default(EESDConfig, "num_speculative_tokens"),
         metavar="K",
-        help="the longest draft (default 8; 16 if text may be copied)",
+        help="the longest draft (default 8; 16 where n-gram drafts are found on the host)",
     )
     policy(parser)
 

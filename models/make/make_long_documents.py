@@ -2,9 +2,9 @@
 
     python models/make/make_long_documents.py --tokenizer "$(eesd model smollm2)"
 
-Half of the documents are pages of this repository (Apache-2.0), half the documentation of modules of Python's
-standard library (PSF-2.0), as each line says. A document is cut at a paragraph's end, at 2,000 to 6,000 tokens. Edits
-ask for a passage of it again, changed: most of the answer stands in the document.
+Half of the documents are pages of this repository as they were at one commit (Apache-2.0), half the documentation of
+modules of Python's standard library (PSF-2.0), as each line says. A document is cut at a paragraph's end, at 2,000 to
+6,000 tokens. Edits ask for a passage of it again, changed: most of the answer stands in the document.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import argparse
 import importlib
 import inspect
 import json
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,6 +21,8 @@ from transformers import AutoTokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 PATH = ROOT / "models" / "prompts" / "long_documents.jsonl"
+#: The commit whose pages were used.
+COMMIT = "d89f923"
 PAGES = ("LICENSE", "docs/seams.md", "docs/distill.md", "docs/policies.md", "docs/design.md", "docs/kernels.md")
 MODULES = ("statistics", "difflib", "random", "optparse", "typing", "doctest")
 #: What documents are cut to in turn, tokens, the request not counted.
@@ -37,8 +40,10 @@ EDITS = (
 
 
 def page(name: str) -> tuple[str, str]:
-    """Return a page of the repository and where it is from."""
-    return (ROOT / name).read_text(encoding="utf-8"), f"{name} of vllm-eesd, Apache-2.0"
+    """Return a page of the repository, as it was at `COMMIT`, and where it is from."""
+    command = ["git", "-C", str(ROOT), "show", f"{COMMIT}:{name}"]
+    text = subprocess.run(command, check=True, capture_output=True, encoding="utf-8").stdout
+    return text, f"{name} of vllm-eesd, Apache-2.0"
 
 
 def module(name: str) -> tuple[str, str]:

@@ -315,7 +315,7 @@ def lr_factor(name: str) -> float:
 
 
 def round_starts(matches: Tensor) -> Tensor:
-    """Return where the draft of each position begins, one behind each that went wrong, [num_windows, seq_len] int64.
+    """Return where the draft of each position begins, one after each that went wrong, [num_windows, seq_len] int64.
 
     Args:
         matches: [num_windows, seq_len] bool, whether the draft made at a position is what the target says there.

@@ -204,12 +204,12 @@ def as_if_all_were_emitted(set_back, server):
     return keep
 
 
-def one_more_after_a_call(keep_while_equal, server):
+def one_more_after_a_call(accept_greedy, server):
     """Plant: what was drafted after the end of a tool call is accepted, whatever the target says."""
     end = server.engine.get_tokenizer().convert_tokens_to_ids("</tool_call>")
 
     def keep(best, metadata):
-        kept = keep_while_equal(best, metadata)
+        kept = accept_greedy(best, metadata)
         after = (kept[:, :-1] == end) & (kept[:, 1:] >= 0)
         kept[:, 1:][after] = 5
         return kept
@@ -220,7 +220,7 @@ def one_more_after_a_call(keep_while_equal, server):
 PLANTED = [
     (by_the_row_before, shared_noise, "sample_rows", "response_format, JSON schema"),
     (as_if_all_were_emitted, shared_noise.SampledRows, "set_back", "thinking_token_budget"),
-    (one_more_after_a_call, verification, "keep_while_equal", "tool_choice=auto, hermes parser"),
+    (one_more_after_a_call, verification, "accept_greedy", "tool_choice=auto, hermes parser"),
 ]
 
 

@@ -11,7 +11,7 @@ import pytest
 import vllm_serve
 from test_refusals import refusal
 
-from vllm_eesd.config import LONGEST_COPY
+from vllm_eesd.config import LONGEST_NGRAM_DRAFT
 
 SPEC = {"method": "eesd", "exit_layer": 4}
 
@@ -32,7 +32,9 @@ def longest_draft(target, spec=None, usage=None, **options):
 
 
 @pytest.mark.feature("long_prefill_token_threshold", "the same answers; drafts shorter than the threshold")
-@pytest.mark.parametrize("threshold, longest", [(16, 15), (17, 16), (100, LONGEST_COPY), (2, 1), (0, LONGEST_COPY)])
+@pytest.mark.parametrize(
+    "threshold, longest", [(16, 15), (17, 16), (100, LONGEST_NGRAM_DRAFT), (2, 1), (0, LONGEST_NGRAM_DRAFT)]
+)
 def test_the_longest_draft_is_shorter_than_the_threshold_of_long_prompts(random_target, threshold, longest):
     assert longest_draft(random_target, long_prefill_token_threshold=threshold) == longest
 
@@ -71,11 +73,12 @@ def test_adapters_at_default_budgets(random_target, log_lines):
         config = config_of(random_target, SPEC, usage, enable_lora=True)
         budget, num_reqs = config.scheduler_config.max_num_batched_tokens, config.scheduler_config.max_num_seqs
         longest = config.speculative_config.num_speculative_tokens
-        assert 1 <= longest < LONGEST_COPY and num_reqs * (longest + 1) <= budget
+        assert 1 <= longest < LONGEST_NGRAM_DRAFT and num_reqs * (longest + 1) <= budget
     log_lines.clear()
     assert longest_draft(random_target, enable_lora=True, max_num_batched_tokens=320, max_num_seqs=64) == 4
     assert "num_speculative_tokens is 4 instead of 16, which is what fits enable_lora" in log_lines[0]
-    assert longest_draft(random_target, enable_lora=True, max_num_batched_tokens=4352, max_num_seqs=256) == LONGEST_COPY
+    enough = {"max_num_batched_tokens": 4352, "max_num_seqs": 256}
+    assert longest_draft(random_target, enable_lora=True, **enough) == LONGEST_NGRAM_DRAFT
 
 
 @pytest.mark.feature("requests that join with one token under long_prefill_token_threshold", "the same answers")
@@ -151,9 +154,9 @@ def test_vllms_flags_for_the_fields_of_a_speculative_config(random_target, clone
     head = cloned_head(random_target, 2, 2)
     for arguments, directory, longest in (
         (["--spec-method", "eesd", "--spec-model", head, "--spec-tokens", "8"], head, 8),
-        (["--spec-method", "eesd", "--spec-model", head], head, LONGEST_COPY),
+        (["--spec-method", "eesd", "--spec-model", head], head, LONGEST_NGRAM_DRAFT),
         (["--speculative-config", '{"method": "eesd", "exit-layer": 3}', "--spec-tokens", "2"], None, 2),
-        (["--speculative-config", '{"exit_layer": 3}', "--spec-method", "eesd"], None, LONGEST_COPY),
+        (["--speculative-config", '{"exit_layer": 3}', "--spec-method", "eesd"], None, LONGEST_NGRAM_DRAFT),
         (["--speculative-config", "eesd", "--spec-tokens", "2", "--spec-model", head], head, 2),
     ):
         args = parsed("--model", random_target, *arguments)

@@ -16,7 +16,7 @@ SPEC.loader.exec_module(compile_kernels)
 
 CASES = compile_kernels.all_cases()
 # To save time, all of them for one architecture, and for the others those that need most registers and every sixth of
-# the rest. The script that writes the table in docs/kernels.md compiles all of them for all.
+# the rest. The script that writes the table in docs/tables/kernels.md compiles all of them for all.
 CHOSEN = [(case, 90) for case in CASES]
 CHOSEN += [(case, 80) for case in CASES[1::6]]
 CHOSEN += [(case, 100) for i, case in enumerate(CASES) if i % 6 == 2 or case.name.endswith("x64x64 logits")]

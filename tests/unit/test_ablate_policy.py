@@ -28,6 +28,8 @@ REASONS = {
     "follows from the normal distribution": "policy.costs.STANDARD_ERROR",
     "follows from another constant": "policy.goodput.PLAIN_EVERY",
     "of a metric": "policy.protocol.INTERVAL_DRAWS",
+    "a name for a source of drafts": "policy.source.GREEDY policy.source.DRAWN policy.source.SHARED_NOISE "
+    "policy.source.NGRAM",
     "a switch": "policy_args.GoodputArgs.ngram",
     "about time that no replay has": "round.ngram.MAX_SEARCHED round.idle.MAY_NOT_DRAFT policy.goodput.PLAIN_ROUNDS "
     "policy.costs.PLAIN_REACH",

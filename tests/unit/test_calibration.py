@@ -6,17 +6,9 @@ import numpy as np
 import pytest
 
 from vllm_eesd.config import MAX_SPECULATIVE_TOKENS
-from vllm_eesd.policy.calibration import (
-    DRAWN,
-    EDGES,
-    FILE_NAME,
-    GREEDY,
-    NUM_BINS,
-    SHARED_NOISE,
-    Calibration,
-    margin_confidence,
-)
+from vllm_eesd.policy.calibration import EDGES, FILE_NAME, NUM_BINS, Calibration, margin_confidence
 from vllm_eesd.policy.costs import WINDOW
+from vllm_eesd.policy.source import DRAWN, GREEDY, SHARED_NOISE
 
 #: Five standard errors of a share of 4000 outcomes, and the pull of the pseudo-counts.
 TOLERANCE = 0.06

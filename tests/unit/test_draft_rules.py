@@ -1,6 +1,6 @@
 """What deciding a round ahead, as Model Runner V2 does, is worth on a device whose host runs ahead of it.
 
-Costs are a roofline of an H200, acceptance that of the recorded traces. docs/policies.md compares more rules.
+Costs are a roofline of an H200, acceptance that of the recorded traces. docs/design.md tells of other rules.
 """
 
 from dataclasses import replace
@@ -33,7 +33,8 @@ class Waits(DeviceDrafter):
         policy.costs.all_rows_draft = False
 
     def _round_of(self, batch, world):
-        round_, ends = DraftRound(self.policy, batch.slots, batch.limits), []
+        self.session.round = round_ = DraftRound(self.policy, batch.slots, batch.limits)
+        ends = []
         while len(ends) < batch.limits.max(initial=0) and (round_.limits[round_.rows] > len(ends)).any():
             if not ends:
                 self._prepare(world, len(batch.slots))

@@ -40,8 +40,8 @@ def published(monkeypatch):
 
 def test_what_a_worker_counts_is_at_the_registry(published):
     directory, stats, _ = published
-    stats.count("a", [1, 2], [1, 5])
-    stats.count("b", [], [6])
+    stats.count_lengths(2, 1)
+    stats.count_lengths(0, 0)
     stats.count_time(decode_ms=500.0, plain_ms=750.0)
     until(lambda: samples().get('eesd:emitted_tokens_total{engine="7"}') == 3)
     read = samples()
@@ -56,7 +56,7 @@ def test_a_file_that_is_being_written_is_not_read(published):
     directory, stats, _ = published
     with pytest.raises(KeyboardInterrupt), replacing(f"{directory}/8.json") as unfinished:
         unfinished.write_text("{")
-        stats.count("a", [1, 2], [1, 5])
+        stats.count_lengths(2, 1)
         until(lambda: samples().get('eesd:rounds_total{engine="7"}') == 1)
         raise KeyboardInterrupt
 
@@ -89,7 +89,7 @@ def test_the_thread_ends_with_its_engine_or_its_reader(published):
     directory, stats, _ = published
     assert publishing() >= 1
     shutil.rmtree(directory)
-    stats.count("a", [1], [1, 5])
+    stats.count_lengths(1, 1)
     remaining = publishing()
     del stats, published
     gc.collect()
@@ -111,8 +111,8 @@ def test_several_api_servers_read_every_engine_of_them(monkeypatch, tmp_path):
     engines = [DraftStats(3), DraftStats(3)]
     for number, stats in enumerate(engines):
         metrics.publish(str(tmp_path), number, stats, CircuitBreaker())
-        stats.count("a", [1, 2], [1, 5])
-    engines[1].count("b", [], [6])
+        stats.count_lengths(2, 1)
+    engines[1].count_lengths(0, 0)
 
     def read():
         registry = CollectorRegistry()
@@ -125,6 +125,6 @@ def test_several_api_servers_read_every_engine_of_them(monkeypatch, tmp_path):
     assert [shown[f'eesd:draft_length_rounds_total{{engine="1",length="{n}"}}'] for n in range(4)] == [1, 0, 1, 0]
     assert shown['eesd:speculation_off{engine="0"}'] == 0
     engines[1].reset()
-    engines[1].count("b", [4], [4, 6])  # counters never go back
+    engines[1].count_lengths(1, 1)  # counters never go back
     until(lambda: read().get('eesd:drafted_tokens_total{engine="1"}') == 2)
     until(lambda: read().get('eesd:draft_length_rounds_total{engine="1",length="1"}') == 1)

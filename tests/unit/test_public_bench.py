@@ -198,15 +198,15 @@ def test_a_model_that_cannot_be_had_is_one_line(scripts, monkeypatch):
 def test_before_anything_is_measured_the_pages_say_so(scripts, tmp_path):
     _, pages = scripts
     pages.results(tmp_path, tmp_path / "results.md")
-    assert "## A public chat model\n\nNot yet measured (`make bench`)." in (tmp_path / "results.md").read_text()
+    for name in ("results.md", "tables/results.md"):
+        assert "## A public chat model\n\nNot yet measured (`make bench`)." in (tmp_path / name).read_text()
     assert "SmolLM2-135M-Instruct): not yet measured" in pages.render("readme.md.j2", public=None, **EMBEDDED)
 
 
 ROW = {"hardware": "H", "num_prompts": 1, "max_tokens": 1, "temperature": 0, "batch": 1, "method": "plain"}
 ROW |= {"tokens_per_s": 1.0, "speedup_vs_plain": None, "speedup_spread": None, "acceptance_length": None}
 ROW |= {"ngram_share": None, "identical": None}
-EMBEDDED = {"rows": [ROW], "shares": [], "looping_share": 0.0}
-EMBEDDED["head"] = argparse.Namespace(exit_layer=1, head_layers=2)
+EMBEDDED = {"rows": [ROW], "head": argparse.Namespace(exit_layer=1, head_layers=2), "slower": []}
 
 
 def test_the_pages_say_what_was_measured(measured, scripts):
@@ -214,7 +214,7 @@ def test_the_pages_say_what_was_measured(measured, scripts):
     _, pages = scripts
     call()
     pages.results(folder, folder / "results.md")
-    text = (folder / "results.md").read_text()
+    text = (folder / "tables" / "results.md").read_text()
     assert "### Chat, greedy, bfloat16" in text and "16 prompts (9 at batch 1) (digest " in text
     told = "| 0% (plain at batch 8: 100%) |"
     line = next(line for line in text.splitlines() if line.startswith("| 1 | eesd | ") and told in line)

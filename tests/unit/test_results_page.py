@@ -1,4 +1,4 @@
-"""docs/results.md: every number is from a file, and the page is the one those files give."""
+"""docs/results.md and its tables: every number is from a file, and the pages are the ones those files give."""
 
 import importlib.util
 import io
@@ -99,7 +99,7 @@ def results(tmp_path):
 
 def test_the_page_says_what_the_files_say(page_of, results):
     page_of.results(results, results / "results.md")
-    text = (results / "results.md").read_text()
+    text = (results / "tables" / "results.md").read_text()
     assert "| 1 | eesd | 111 | 2.34x (2.21-2.56) | 3.21 | 4.50 | 66% | 25% | 13% | yes |" in text
     assert "| 8 | eesd | 111 | - | - | - | - | - | - | **no** |" in text
     assert "6 prompts, 77 new tokens each, 3 rounds. Some CPU, 2 cores; vllm-eesd 9.9; commit abcdef." in text
@@ -112,7 +112,9 @@ def test_the_page_says_what_the_files_say(page_of, results):
     assert "- `eagle` of the same budget was trained on 7.50 M tokens at a rate of 2 (`eesd" in text
     assert "(`eesd distill` learns at 2), in 42 minutes with the others." in text
     assert "| fill | ours | 0.123 |" in text and "GPU; torch=2; commit fff." in text
-    assert text.index("## Published by others") < text.index("| M | T | W | up to 9x | arXiv 1 |")
+    conclusions = (results / "results.md").read_text()
+    assert conclusions.index("## Published by others") < conclusions.index("| M | T | W | up to 9x | arXiv 1 |")
+    assert "| easy text | 2.34x | - |" in conclusions and "At batch 2 a round takes 6.5 ms" in conclusions
 
 
 def test_sampled_rows_and_fewer_prompts_at_batch_1_are_said_to_be(page_of, results):
@@ -121,7 +123,7 @@ def test_sampled_rows_and_fewer_prompts_at_batch_1_are_said_to_be(page_of, resul
     rows[0]["refilled"] = False  # of an earlier version
     (results / "latency-random_tokens.json").write_text(json.dumps(rows))
     page_of.results(results, results / "results.md")
-    text = (results / "results.md").read_text()
+    text = (results / "tables" / "results.md").read_text()
     told = "Random token ids as prompts. 6 prompts (2 at batch 1), 77 new tokens each at temperature 2, 3 rounds, the"
     assert told in text and "| 8 | eesd | 111 | 1.00x (1.00-1.00) | - | - | - | - | - | - |" in text
     first, second = re.findall(r"^eesd bench latency .*--temperature 2 .*$", text, re.MULTILINE)
@@ -142,7 +144,7 @@ def test_every_workload_that_was_measured_gets_a_panel(page_of, tmp_path, monkey
     panels = [axes for axes in figures[0].axes if axes.axison]
     assert [axes.get_title() for axes in panels] == [name.replace("_", " ") for name in sorted(names)]
     assert all(axes.patches for axes in panels)
-    public, *headings = re.findall(r"^## (.*)$", (tmp_path / "results.md").read_text(), re.MULTILINE)
+    public, *headings = re.findall(r"^## (.*)$", (tmp_path / "tables" / "results.md").read_text(), re.MULTILINE)
     assert public == "A public chat model"
     assert headings == [name.replace("_", " ").capitalize() for name in sorted(names)]
 
@@ -163,12 +165,14 @@ def test_the_plots_are_pictures_of_the_intervals(page_of, results):
 
 def test_the_committed_page_is_the_one_its_files_give(page_of, tmp_path):
     page_of.results(page=tmp_path / "results.md")
-    committed = (REPOSITORY / "docs" / "results.md").read_text(encoding="utf-8")
-    assert (tmp_path / "results.md").read_text(encoding="utf-8") == committed, "run python benchmarks/pages.py results"
+    for name in ("results.md", "tables/results.md"):
+        committed = (REPOSITORY / "docs" / name).read_text(encoding="utf-8")
+        assert (tmp_path / name).read_text(encoding="utf-8") == committed, "run python benchmarks/pages.py results"
 
 
-def test_the_readmes_table_is_too(page_of):
-    assert page_of.readme_figures() in (REPOSITORY / "README.md").read_text(encoding="utf-8")
+def test_the_readmes_figures_are_too(page_of):
+    readme = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+    assert page_of.readme_headline() in readme and page_of.readme_figures() in readme, "run benchmarks/pages.py readme"
 
 
 def test_enough_is_measured_of_the_public_model(page_of):
@@ -257,7 +261,7 @@ def test_one_session_measures_everything_the_page_shows(page_of, tmp_path, monke
     short = json.loads((tmp_path / "latency-held_out_code_up_to_loops.json").read_text())
     assert all(row["up_to_loops"] for row in short) and [1, 1] in asked  # all that an engine says here is a loop
     page_of.results(tmp_path, tmp_path / "results.md")
-    text = (tmp_path / "results.md").read_text()
+    text = (tmp_path / "tables" / "results.md").read_text()
     assert "- `suffix` is left out: not built." in text and "- `eagle` is left out: not trained." in text
     assert "held_out_code.jsonl --num-prompts 4 --methods plain,eesd,eesd-head,ngram --batch 1,2,4 " in text
 
@@ -268,7 +272,7 @@ def test_prompts_of_earlier_commits_files_are_named_by_their_workload(page_of):
 
 
 def test_the_gpu_page_is_what_the_results_say(page_of):
-    committed = (REPOSITORY / "docs" / "gpu.md").read_text(encoding="utf-8")
+    committed = (REPOSITORY / "docs" / "tables" / "gpu.md").read_text(encoding="utf-8")
     assert page_of.gpu_text() == committed, "run python benchmarks/pages.py gpu"
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from vllm_eesd.host.v1 import shared_noise, verification
-from vllm_eesd.host.v1.verification import keep_while_equal
+from vllm_eesd.host.v1.verification import accept_greedy
 
 VOCAB_SIZE, NUM_REQS = 40, 5
 #: What some requests ask for; the others nothing. Row 3 is greedy.
@@ -116,7 +116,7 @@ def test_every_row_is_sampled_as_by_a_plain_step(sampler, requests, seed):
     flat = torch.tensor([token for draft in drafts for token in draft], dtype=torch.int32)
     spec = SimpleNamespace(draft_token_ids=flat, num_draft_tokens=NUM_DRAFTS, max_spec_len=max(NUM_DRAFTS))
     rows = shared_noise.sample_rows(sampler, logits.clone(), spec, batch, requests)
-    sampled = keep_while_equal(rows.tokens, rows.drafts)
+    sampled = accept_greedy(rows.tokens, rows.drafts)
     rows.set_back(sampled)
     seeded = [row for row in requests if "seed" in ASKED[row] or row == 3]
     for row in seeded:
@@ -148,7 +148,7 @@ def test_logprobs_of_named_tokens_beside_those_of_the_likeliest(columns):
 
     whole, theirs = columns
     output = SamplerOutput(torch.zeros(2, 3, dtype=torch.int32), logprobs(6, whole, 100))
-    drafts = shared_noise.Drafts(torch.tensor([7]), [1], 2)
+    drafts = shared_noise.JudgedDrafts(torch.tensor([7]), [1], 2)
     rows = shared_noise.SampledRows(np.array([1]), drafts, [7, 8], logprobs(2, theirs, 500), {})
     made = shared_noise.replace_rows(output, rows, np.array([[7, 8, -1]], dtype=np.int32))
     assert made.sampled_token_ids.tolist() == [[0, 0, 0], [7, 8, -1]]

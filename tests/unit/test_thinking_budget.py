@@ -8,7 +8,7 @@ import torch
 
 from vllm_eesd.host.v1 import shared_noise
 from vllm_eesd.host.v1.thinking import BudgetsOfRows, count_by_request, rows_with_a_budget
-from vllm_eesd.host.v1.verification import keep_while_equal
+from vllm_eesd.host.v1.verification import accept_greedy
 
 VOCAB_SIZE, LENGTH, MAX_DRAFTS = 30, 60, 4
 START, END = [1], [2, 3]
@@ -122,7 +122,7 @@ def say_in_rounds(sampler, plain, noise):
         spec = SimpleNamespace(draft_token_ids=flat, num_draft_tokens=lengths, max_spec_len=max(lengths))
         metadata = metadata_of(REQUESTS, outputs, holder, generators)
         rows = shared_noise.sample_rows(sampler, logits, spec, metadata, range(len(REQUESTS)))
-        sampled = keep_while_equal(rows.tokens, rows.drafts)
+        sampled = accept_greedy(rows.tokens, rows.drafts)
         rows.set_back(sampled)
         for output, tokens in zip(outputs, sampled.tolist(), strict=True):
             output += [token for token in tokens if token >= 0]

@@ -12,7 +12,7 @@ from vllm_eesd.kernels.reference.rejection import rejection
 from vllm_eesd.host.v1.batch import V1Step
 from vllm_eesd.host.v1.block_verification import Proposals, choose, verify_blocks
 from vllm_eesd.host.v1.draft_sampling import DraftSampling
-from vllm_eesd.host.v1.verification import keep_while_equal, only_temperature, wants_only_tokens
+from vllm_eesd.host.v1.verification import accept_greedy, only_temperature, wants_only_tokens
 
 VOCAB_SIZE = 3  # so few that drafts are often right
 
@@ -45,7 +45,7 @@ def test_greedy_tokens_are_the_references(drafts, seed):
     input_token_ids[metadata.target_logits_indices + 1] = metadata.draft_token_ids
     greedy = {"temperature": torch.zeros(len(drafts)), "uniforms": torch.rand(num_logits, 2)}
     expected = rejection(logits, input_token_ids, cu_num_logits, metadata.max_spec_len, **greedy)
-    ours = keep_while_equal(logits.argmax(-1).tolist(), metadata)
+    ours = accept_greedy(logits.argmax(-1).tolist(), metadata)
     assert ours.dtype == np.int32
     assert np.array_equal(ours, expected.sampled.numpy())
 

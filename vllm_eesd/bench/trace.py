@@ -19,7 +19,7 @@ from vllm_eesd.provenance import hardware
 from vllm_eesd.traces.dense import DenseTrace, as_served
 from vllm_eesd.traces.page import Generation, render
 from vllm_eesd.traces.read import read
-from vllm_eesd.traces.rounds import Round
+from vllm_eesd.traces.rounds import RoundRecord
 from vllm_eesd.traces.spell import spell
 
 #: Before the generation shown: so that kernels are compiled and the policy knows what steps cost here.
@@ -74,7 +74,7 @@ def _recorded(args: argparse.Namespace, progress: Callable[[str], None]) -> Gene
         details.append(("shown", f"every round drafts {found.num_speculative_tokens} tokens, at the recorded costs"))
         title = found.workload
     else:
-        by_request: dict[str, list[Round]] = {}
+        by_request: dict[str, list[RoundRecord]] = {}
         for record in found:
             by_request.setdefault(record["request"], []).append(record)
         rounds, prompt, output = _nth(list(by_request.values()), args), [], []
@@ -109,7 +109,7 @@ def _details(settings: EngineSettings) -> list[tuple[str, str]]:
 
 def _generate(
     settings: EngineSettings, prompt: list[int], max_tokens: int, max_model_len: int, progress: Callable[[str], None]
-) -> tuple[list[int], list[Round]]:
+) -> tuple[list[int], list[RoundRecord]]:
     """Return the greedy completion's tokens and its rounds."""
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "rounds.jsonl"
@@ -123,7 +123,7 @@ def _generate(
             return generated, _rounds_of(path, generated)
 
 
-def _rounds_of(path: Path, generated: list[int]) -> list[Round]:
+def _rounds_of(path: Path, generated: list[int]) -> list[RoundRecord]:
     """Return the rounds of the last request in a file, once all that emitted these tokens are there."""
     deadline = time.monotonic() + WRITTEN_WITHIN_S
     while True:

@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
 def time_steps(engine: VllmEngine, prompts: list[list[int]], batches: list[int], longest: int) -> None:
     """Make the engine run steps of every size the cost model should know, up to drafts of the longest length.
 
-    Rounds are recorded meanwhile: those that nobody watches are skipped, and not timed, where no request may draft.
+    Rounds are recorded meanwhile: otherwise rounds are skipped, and not timed, where no request may draft.
     """
     engine.ask("eesd_take_rounds")
     for batch in batches:

@@ -71,7 +71,7 @@ class TrainConfig(BaseModel):
     aux_layers: list[int] | None = Field(
         None,
         description="layers of the target whose inputs a deep_context head sees verified tokens through too (default: "
-        "at a quarter, half and three quarters of its depth, if behind the exit layer; or those of the head in init)",
+        "at a quarter, half and three quarters of its depth, if after the exit layer; or those of the head in init)",
     )
     draft_vocab: int | Literal["auto", "all"] = Field(
         "auto",

@@ -1,4 +1,4 @@
-"""A JSONL file that is written batch by batch, so that an interrupted run goes on behind the last whole batch."""
+"""A JSONL file that is written batch by batch, so that an interrupted run goes on after the last whole batch."""
 
 from __future__ import annotations
 

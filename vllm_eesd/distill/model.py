@@ -40,7 +40,7 @@ class ExitHead(nn.Module):
                 states beside it, `Target.exit_states`.
             target_hidden: [num_windows, seq_len, hidden_size] the target's normed output; only deep context reads it.
             block_starts: [seq_len] or [num_windows, seq_len] int64, for each position where its draft block starts: the
-                position of the bonus token, up to which the target's own output is known; only deep context reads it.
+                position of the input token, up to which the target's own output is known; only deep context reads it.
         """
         return self.norm(self.layer(exit_hidden, attention_mask=None, position_embeddings=rotary))
 

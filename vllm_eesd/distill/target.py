@@ -92,7 +92,7 @@ class Target(nn.Module):
 
 
 def default_aux_layers(target: Target) -> list[int]:
-    """Return those at a quarter, half and three quarters of the target's depth that lie behind its exit layer."""
+    """Return those at a quarter, half and three quarters of the target's depth that lie after its exit layer."""
     depth = target.config.num_hidden_layers
     return sorted({layer for layer in (depth // 4, depth // 2, 3 * depth // 4) if layer > target.exit_layer})
 

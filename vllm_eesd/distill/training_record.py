@@ -1,4 +1,4 @@
-"""How a head came to be, for whoever finds it: `training.json` beside its weights."""
+"""How a head was made: `training.json` beside its weights."""
 
 from __future__ import annotations
 

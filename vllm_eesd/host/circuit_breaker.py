@@ -18,11 +18,11 @@ class CircuitBreaker:
     """Counts the rounds in which drafting raised; the `MAX_FAULTS`-th opens it for good.
 
     **Why a failed round cannot change the output.** What a round leaves is K/V in the slots of tokens that are
-    not computed yet, from the bonus token's on: of the target's layers below N, and of the exit layer. That is also
+    not computed yet, from its input token on: of the target's layers below N, and of the exit layer. That is also
     what a rejected draft leaves. No token attends past its own position, a position's slots are written by the target's
     forward (exit layer included) before anything there is read, vLLM caches a block for other requests only when all
     its tokens are computed, and `allocated_tokens` keeps drafting inside blocks that are the request's own. So a failed
-    round needs no repair: no draft is scheduled, and the next step runs the bonus token as a plain one would.
+    round needs no repair: no draft is scheduled, and the next step runs the input token as a plain one would.
     What the adapter itself knew may be half written; it drops that and admits every request anew. What sampled drafts
     were drawn from is dropped with them: the batch has no draft left that it could belong to. On Model Runner V2, whose
     scheduler plans drafts that it has not seen, the worker trims them all away (`RaggedVerification`), and what a draft

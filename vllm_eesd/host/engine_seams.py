@@ -171,8 +171,8 @@ def verify(original, self, model_config, speculative_config, *args, **kwargs):
     SEAMS,
     target="vllm.v1.executor.multiproc_executor:MultiprocExecutor.sample_tokens",
     digests=("f2014902518764ba",),
-    why="the same: keeps the drafts that came with the output",
-    retired_by="the same",
+    why="with several ranks: keeps the drafts that came with the output of a step, for the call that fetches them",
+    retired_by="ModelRunnerOutput carrying draft tokens",
     platform="cpu",
 )
 def sample_tokens(original, self, *args, **kwargs):
@@ -185,8 +185,8 @@ def sample_tokens(original, self, *args, **kwargs):
     SEAMS,
     target="vllm.v1.executor.multiproc_executor:MultiprocExecutor.take_draft_token_ids",
     digests=("e7087c6bef25baaa",),
-    why="the same: hands out the drafts that came with the output, and asks the worker if none did",
-    retired_by="the same",
+    why="with several ranks: hands out the drafts that came with the output, and asks the worker if none did",
+    retired_by="ModelRunnerOutput carrying draft tokens",
     platform="cpu",
 )
 def take_draft_token_ids(original, self):
@@ -279,8 +279,8 @@ def reload_weights(original, self, *args, **kwargs):
     WORKER_SEAMS,
     target="vllm.v1.worker.gpu_worker:Worker.finish_weight_update",
     digests=("2aed891b5dca6c9e", "ea3bfdd5447e4740"),
-    why="the same, where a trainer sends the weights",
-    retired_by="the same",
+    why="where a trainer sends the weights, what was derived from the old ones must follow, as after reload_weights",
+    retired_by="the worker telling its drafter that the target's weights changed",
 )
 def finish_weight_update(original, self):
     original(self)

@@ -57,7 +57,7 @@ def connector_of(args: EngineArgs) -> tuple[str | None, str]:
 
 
 def check_kv_connector(args: EngineArgs, environment: Environment) -> None:
-    """Refuse connectors that would leave the head's KV behind, or were not seen to bring it along.
+    """Refuse connectors that would not move the head's KV, or were not seen to.
 
     Raises:
         ValueError: such a connector is asked for, or one that cannot work here.

@@ -103,7 +103,7 @@ def make_metrics_directory() -> str:
 
 
 def publish(directory: str, engine: int, stats: DraftStats, breaker: Faults) -> None:
-    """Keep these counters published from a thread, for as long as `stats` exists and somebody can read them.
+    """Keep these counters published from a thread, for as long as `stats` exists and they have a reader.
 
     Args:
         directory: of `make_metrics_directory`.
@@ -121,7 +121,7 @@ class _Sink(Protocol):
     """Where figures are published."""
 
     def write(self, figures: dict[str, Any]) -> bool:
-        """Publish figures that have changed; False where nobody can read them any more."""
+        """Publish figures that have changed; False where they have no reader any more."""
 
     def close(self) -> None:
         """Its engine has ended."""

@@ -31,7 +31,7 @@ def open_trace(config: EESDSpeculativeConfig) -> RoundTrace | None:
 
 
 def is_watched(config: EESDSpeculativeConfig, counters: DraftStats) -> bool:
-    """Return whether somebody wants to see every round, so that none may be skipped."""
+    """Return whether every round is recorded or traced, so that none may be skipped."""
     # Asked of the config: with several ranks one alone has the trace, and all must skip the same rounds.
     return config.eesd.trace_file is not None or counters.recording
 

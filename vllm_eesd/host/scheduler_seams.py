@@ -9,7 +9,7 @@ from vllm_eesd.host.engine_seams import is_eesd_config
 from vllm_eesd.host.seams import Seam, seam
 
 SEAMS: list[Seam] = []
-#: Set on the worker's output where drafts were trimmed behind the scheduler: per row of the batch, those verified.
+#: Set on the worker's output where drafts were trimmed after they were scheduled: per row of the batch, those verified.
 NUM_VERIFIED = "eesd_num_verified"
 
 

@@ -9,7 +9,7 @@ from vllm.config import ModelConfig, ParallelConfig, SpeculativeConfig
 from vllm.exceptions import VLLMValidationError
 from vllm.v1.spec_decode.dynamic.utils import validate_and_normalize_dynamic_sd_schedule
 
-from vllm_eesd.config import LONGEST_COPY, LONGEST_DRAFT, EESDConfig, check_state_file, check_trace_file
+from vllm_eesd.config import LONGEST_DRAFT, LONGEST_NGRAM_DRAFT, EESDConfig, check_state_file, check_trace_file
 from vllm_eesd.exit_head.config import ExitHeadConfig
 from vllm_eesd.host.environment import Environment, read_environment
 from vllm_eesd.host.head_choice import resolve_exit_head
@@ -46,7 +46,8 @@ class EESDSpeculativeConfig(SpeculativeConfig):
     """vLLM's speculative config with EESD's own settings.
 
     Its `method` selects the model runner: `custom_class` is V1's, and synchronous; `draft_model` runs on V2 with
-    asynchronous scheduling. Who is meant is told by this class, not by the method.
+    asynchronous scheduling. EESD is recognised by this class; `method` only
+    selects the runner.
 
     Attributes:
         eesd: what the user set.
@@ -90,7 +91,7 @@ class EESDSpeculativeConfig(SpeculativeConfig):
         longest = eesd.num_speculative_tokens
         if longest is None:
             # V2's scheduler books the longest draft for every request, whatever is drafted.
-            longest = LONGEST_COPY if policy_args.uses_ngrams and environment.runner == "V1" else LONGEST_DRAFT
+            longest = LONGEST_NGRAM_DRAFT if policy_args.uses_ngrams and environment.runner == "V1" else LONGEST_DRAFT
         if args is not None:
             check_kv_connector(args, environment)
             check_scheduling(environment, args)
@@ -140,7 +141,7 @@ class EESDSpeculativeConfig(SpeculativeConfig):
 def blocks_are_exact() -> bool:
     """Return whether the installed vLLM's block verification on Model Runner V2 leaves the target's distribution.
 
-    Otherwise it tests a position behind the accepted drafts with the same number again in the next round, and some
+    Otherwise it tests a position after the accepted drafts with the same number again in the next round, and some
     outputs are too frequent: two to three percent of them (`tests/kernels/test_several_rounds.py`).
     """
     # Until vLLM 0.33 it does.

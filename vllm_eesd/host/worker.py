@@ -8,7 +8,7 @@ from typing import Any
 from vllm_eesd.host import seams
 from vllm_eesd.host.plugin import seams_of
 from vllm_eesd.host.round_setup import build_policy_of
-from vllm_eesd.host.v1.seams import MENDED
+from vllm_eesd.host.v1.seams import PATCHED
 from vllm_eesd.traces.dense import DenseRecorder
 
 
@@ -36,10 +36,10 @@ class WorkerExtension:
         Raises:
             RuntimeError: vLLM's code there is not what the mend was written for; nothing was changed.
         """
-        mends = [seam for seam in seams_of("worker, V1") if seam.target in MENDED]
-        if misfits := [status for status in seams.check_all(mends) if not status.ok]:
+        patches = [seam for seam in seams_of("worker, V1") if seam.target in PATCHED]
+        if misfits := [status for status in seams.check_all(patches) if not status.ok]:
             raise RuntimeError(f"eesd: {misfits[0].target} {misfits[0].reason}")
-        for mend in mends:
+        for mend in patches:
             seams.install(mend)
 
     def eesd_use_policy(self, name: str) -> None:

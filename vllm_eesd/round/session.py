@@ -194,7 +194,7 @@ class Session:
         """
         assert self.ngrams is not None
         decoded = decoded[judged.matched[decoded] >= 0]
-        slots, (num_sampled, num_right, _) = judged.step.slots[decoded], counts[decoded].T
+        slots, (num_sampled, num_right, _) = judged.step.slots[decoded], np.ascontiguousarray(counts[decoded].T)
         num_judged = np.minimum(num_sampled, self.ngrams.longest)
         shared = self.requests.updates_shared_prior[slots]
         self.ngrams.learn(slots, judged.matched[decoded], num_judged, num_right, shared)

@@ -33,7 +33,7 @@ from scipy.special import betaincinv
 from vllm_eesd.config import MAX_SPECULATIVE_TOKENS
 from vllm_eesd.files import write_whole
 from vllm_eesd.policy.costs import CostModel
-from vllm_eesd.traces.rounds import INTERVAL, UNKNOWN, Round
+from vllm_eesd.traces.rounds import INTERVAL, UNKNOWN, RoundRecord
 
 FORMAT, VERSION = "eesd-trace", 2
 #: Three digits tell every calibration bin apart and keep a trace small.
@@ -75,7 +75,7 @@ class DraftLayers:
 
     Attributes:
         exit: N, the target's layers that a draft step ran.
-        head: M, the exit head's behind them.
+        head: M, the exit head's after them.
         target: all layers of the target.
     """
 
@@ -161,7 +161,7 @@ class DenseRecorder:
         return traces
 
 
-def as_served(trace: DenseTrace, request: RequestTrace) -> list[Round]:
+def as_served(trace: DenseTrace, request: RequestTrace) -> list[RoundRecord]:
     """Return the rounds a request takes alone, if every one drafts K tokens and takes as long as was recorded.
 
     Draft tokens that were rejected are UNKNOWN: a dense trace does not hold them.
@@ -184,7 +184,7 @@ def as_served(trace: DenseTrace, request: RequestTrace) -> list[Round]:
         if len(emitted) <= accepted:
             break  # the text ends within the round
         rounds.append(
-            Round(
+            RoundRecord(
                 request="",
                 at_s=len(rounds) * total_ms / 1e3,
                 draft=emitted[:accepted] + [UNKNOWN] * (depth - accepted),

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from vllm_eesd.traces import dense, rounds
 from vllm_eesd.traces.dense import DenseTrace
-from vllm_eesd.traces.rounds import Round
+from vllm_eesd.traces.rounds import RoundRecord
 
 #: A trace of ten thousand requests has about a tenth of it; a compressed one can claim any size.
 MAX_UNPACKED_BYTES = 1 << 28
@@ -28,7 +28,7 @@ class _Header(BaseModel):
     version: int
 
 
-def read(path: str | os.PathLike) -> DenseTrace | list[Round]:
+def read(path: str | os.PathLike) -> DenseTrace | list[RoundRecord]:
     """Return what a trace's file holds, by the format that its first line names.
 
     Raises:

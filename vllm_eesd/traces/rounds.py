@@ -4,8 +4,8 @@ A file holds JSON lines: one header per start of an engine,
 
     {"format": "eesd-rounds", "version": 1, "num_speculative_tokens": K, ...}
 
-and one line per request and round (`Round`), in the order the target judged them. Lines are appended whole; half a
-line, which a process that was killed may leave at the end or before the next header, is not read.
+and one line per request and round (`RoundRecord`), in the order the target judged them. Lines are appended whole;
+half a line, which a process that was killed may leave at the end or before the next header, is not read.
 
 The posterior and the costs are those the round was drafted with, the times were measured (on Model Runner V2 by the
 device; "at_s" is the host's clock, which runs ahead of it). A prompt's chunks and a request's first token are no
@@ -54,7 +54,7 @@ TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
 logger = logging.getLogger("vllm.eesd")
 
 
-class Round(TypedDict):
+class RoundRecord(TypedDict):
     """One line of the file.
 
     Attributes:
@@ -91,10 +91,10 @@ class Round(TypedDict):
     posterior_interval: tuple[float, float]
 
 
-_ROUND = TypeAdapter(Round)
+_ROUND = TypeAdapter(RoundRecord)
 
 
-def parse(lines: list[bytes]) -> Iterator[Round | None]:
+def parse(lines: list[bytes]) -> Iterator[RoundRecord | None]:
     """Yield for each of a file's lines its round, None for a header, nothing or half a line.
 
     Args:
@@ -130,7 +130,7 @@ class Drafts(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """What became of a step's rounds, where that is known only after the step; times as in `Round`.
+    """What became of a step's rounds, where that is known only after the step; times as in `RoundRecord`.
 
     Attributes:
         confidences: as in `Drafts`, where they too are known only then.
@@ -188,7 +188,7 @@ class RoundTrace:
             judged, drafts: of the rows that decoded.
             policy: still holds the beliefs the drafts were made with.
             drafted_s: when drafting ended and the step began, `time.perf_counter()`.
-            draft_steps_ms, draft_rest_ms: see `Round`.
+            draft_steps_ms, draft_rest_ms: see `RoundRecord`.
         """
         began_s = drafted_s - (sum(draft_steps_ms) + draft_rest_ms) / 1e3
         verify_ms = (time.perf_counter() - drafted_s) * 1e3
@@ -267,7 +267,7 @@ def _open(path: str) -> FileIO:
     return file
 
 
-def _lines(step: _Step, verdict: Verdict) -> Iterator[Round]:
+def _lines(step: _Step, verdict: Verdict) -> Iterator[RoundRecord]:
     """The file's lines for one step, floats cut to the digits that mean something."""
     times = {name: getattr(verdict, name) for name in ("draft_steps_ms", "draft_rest_ms", "verify_ms")}
     shared = {key: _rounded(value) for key, value in (step.shared | times).items()}

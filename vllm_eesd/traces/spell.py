@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from vllm_eesd.traces.rounds import UNKNOWN, Round
+from vllm_eesd.traces.rounds import UNKNOWN, RoundRecord
 
 #: Tokens of context that decide how a token is spelled out (a character may span several byte-level tokens).
 CONTEXT = 8
@@ -12,7 +12,7 @@ INCOMPLETE = "\ufffd"
 UNKNOWN_TEXT = "?"
 
 
-class SpelledRound(Round):
+class SpelledRound(RoundRecord):
     """A round with its tokens as text.
 
     Attributes:
@@ -57,7 +57,7 @@ class Speller:
 
 
 def spell(
-    decode: Callable[[list[int]], str], prompt: list[int], output: Sequence[int], rounds: Sequence[Round]
+    decode: Callable[[list[int]], str], prompt: list[int], output: Sequence[int], rounds: Sequence[RoundRecord]
 ) -> tuple[str, list[SpelledRound]]:
     """Return the text of what came before the first round, and every round with its tokens as text.
 

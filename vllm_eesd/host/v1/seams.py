@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 SEAMS: list[Seam] = []
 #: Faults of vLLM 0.32's own sampled verification on CPUs, which EESD mends for itself.
-MENDED = tuple(f"vllm.v1.sample.rejection_sampler:{name}" for name in ("expand_batch_to_tokens", "rejection_sample"))
+PATCHED = tuple(f"vllm.v1.sample.rejection_sampler:{name}" for name in ("expand_batch_to_tokens", "rejection_sample"))
 
 
 def _drafter_of(runner: object) -> EarlyExitProposer | None:

@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from vllm.v1.sample.thinking_budget_state import ThinkingBudgetStateHolder
 
 
-class Drafts(NamedTuple):
-    """Drafts of some requests of a step, as `keep_while_equal` reads them of vLLM's SpecDecodeMetadata.
+class JudgedDrafts(NamedTuple):
+    """Drafts of some requests of a step, as `accept_greedy` reads them of vLLM's SpecDecodeMetadata.
 
     Attributes:
         draft_token_ids: [sum of num_draft_tokens] int32, one request's after the other's; -1 is a placeholder.
@@ -81,7 +81,7 @@ class SampledRows(NamedTuple):
     """
 
     requests: np.ndarray
-    drafts: Drafts
+    drafts: JudgedDrafts
     tokens: list[int]
     logprobs: LogprobsTensors | None
     generators: NotedGenerators
@@ -138,7 +138,7 @@ def sample_rows(
         is_chosen = np.isin(np.arange(len(num_drafts)), chosen)
         drafts = drafts[torch.from_numpy(is_chosen.repeat(num_drafts))]
         logits = logits[torch.from_numpy(is_chosen.repeat(num_drafts + 1))]
-    of_them = Drafts(drafts, num_drafts[chosen].tolist(), metadata.max_spec_len)
+    of_them = JudgedDrafts(drafts, num_drafts[chosen].tolist(), metadata.max_spec_len)
     own = sampling.generators
     generators = NotedGenerators({row: own[i] for row, i in enumerate(of_requests.tolist()) if i in own})
     as_rows = sampling_of_rows(sampling, of_requests, of_them, generators)
@@ -152,12 +152,12 @@ def sampling_of_step(sampling: SamplingMetadata, metadata: SpecDecodeMetadata) -
     """Return what `sampling_of_rows` does for every row of a step, without generators."""
     num_drafts = metadata.num_draft_tokens
     of_requests = np.arange(len(num_drafts)).repeat(np.array(num_drafts) + 1)
-    drafts = Drafts(metadata.draft_token_ids, num_drafts, metadata.max_spec_len)
+    drafts = JudgedDrafts(metadata.draft_token_ids, num_drafts, metadata.max_spec_len)
     return sampling_of_rows(sampling, of_requests, drafts, {})
 
 
 def sampling_of_rows(
-    sampling: SamplingMetadata, of_requests: np.ndarray, drafts: Drafts, generators: dict[int, torch.Generator]
+    sampling: SamplingMetadata, of_requests: np.ndarray, drafts: JudgedDrafts, generators: dict[int, torch.Generator]
 ) -> SamplingMetadata:
     """Return the metadata with which a row of logits is sampled as if it were a request of a plain step.
 
@@ -197,7 +197,7 @@ def sampling_of_rows(
     )
 
 
-def _texts(outputs: list[list[int]], of_requests: list[int], drafts: Drafts) -> list[list[int]]:
+def _texts(outputs: list[list[int]], of_requests: list[int], drafts: JudgedDrafts) -> list[list[int]]:
     """Return for every row of logits the request's output before it, drafts included.
 
     In place of a placeholder stands token 0: what comes after one is not emitted.
@@ -304,7 +304,7 @@ def replace_rows(output: SamplerOutput, rows: SampledRows, sampled: np.ndarray) 
     if output.logprobs_tensors is not None and logprobs is not None:
         width = output.sampled_token_ids.shape[1]
         places = (requests[:, None] * width + torch.arange(width)).flatten()
-        # Whoever names token ids gets them in place of the likeliest: these may be more or fewer here than there.
+        # A request that names token ids gets them in place of the likeliest: these may be more or fewer than those.
         columns = max(of.logprobs.shape[1] for of in (output.logprobs_tensors, logprobs))
         output.logprobs_tensors = _widened(output.logprobs_tensors, columns)
         for tensor, theirs in zip(output.logprobs_tensors[:3], _widened(logprobs, columns)[:3], strict=True):

@@ -33,7 +33,7 @@ def apply_top_k_top_p(
     if p is None or logits.shape[1] <= NUM_LARGEST:
         return by_sorting(logits, k, p)
     wants_cut = p < 1 if k is None else (p < 1) | (k < logits.shape[1])
-    if not wants_cut.all():  # whoever wants none is not kept waiting by those who do
+    if not wants_cut.all():  # rows without a cut do not wait for the others
         if wants_cut.any():
             of_those = logits[wants_cut], None if k is None else k[wants_cut], p[wants_cut]
             logits[wants_cut] = apply_top_k_top_p(by_sorting, *of_those)

@@ -80,7 +80,7 @@ def sample(
         with shared_noise.hidden(sampling.generators), sampled_with(runner, others):
             output = _sample_by_ratio(runner, host_sample, logits, metadata, proposals)
     rows = shared_noise.sample_rows(runner.sampler, logits, metadata, sampling, requests)
-    sampled = keep_while_equal(rows.tokens, rows.drafts)
+    sampled = accept_greedy(rows.tokens, rows.drafts)
     rows.set_back(sampled)
     if all_certain:
         return SamplerOutput(torch.from_numpy(sampled), rows.logprobs_of(sampled.shape[1]))
@@ -123,7 +123,7 @@ def _sample_by_ratio(
     if sampling.all_greedy:
         # The argmax a plain step takes, over all rows at once.
         best = runner.sampler.greedy_sample(logits.float()).tolist()
-        sampled = keep_while_equal(best, metadata)
+        sampled = accept_greedy(best, metadata)
     else:
         input_token_ids = runner.input_ids.gpu[metadata.logits_indices]
         # The runner has written 0 over placeholders: they were not drafted, so no distribution belongs to them.
@@ -215,7 +215,7 @@ def _is_idle(processor: LogitsProcessor) -> bool:
     return state is not None and not getattr(processor, state)
 
 
-def keep_while_equal(best: list[int], metadata: SpecDecodeMetadata | shared_noise.Drafts) -> np.ndarray:
+def accept_greedy(best: list[int], metadata: SpecDecodeMetadata | shared_noise.JudgedDrafts) -> np.ndarray:
     """Return the target's own tokens up to the first that is not the draft's, per request.
 
     What is accepted is what the target would have said: so its own tokens are the output, one more than were accepted.

@@ -69,7 +69,7 @@ def maybe_create_adaptive_verification_manager(original, *args, **kwargs):
     target=f"{_RUNNER}:resolve_adaptive_cudagraph_mode",
     digests=("a95d680437ab3670",),
     why="vLLM's own trimming demands full CUDA graphs; EESD's works without any",
-    retired_by="the same",
+    retired_by="a speculator saying how many of its drafts are to be verified",
     upstream="vllm#47808",
 )
 def resolve_adaptive_cudagraph_mode(original, mode, *, piecewise_capture_available):

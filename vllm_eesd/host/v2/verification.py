@@ -44,16 +44,16 @@ HARMLESS = frozenset(
     output_text_buffer_length extra_args skip_reading_prefix_cache repetition_detection routed_experts_prompt_start
     _eos_token_id _all_stop_token_ids _bad_words_token_ids _watermarking_skipped""".split()
 )
-#: vLLM's own, which do nothing for a request whose other fields are all at rest.
+#: vLLM's own, which do nothing for a request whose other fields have their defaults.
 KNOWN_PROCESSORS = (BadWordsState, LogitBiasState, PenaltiesState)
-_AT_REST = SamplingParams()
+_DEFAULTS = SamplingParams()
 
 
 def only_temperature(params: SamplingParams) -> bool:
     """Return whether a request's tokens follow from its logits, temperature and seed alone."""
     fields = (name for name in params.__struct_fields__ if name not in HARMLESS and name != "top_k")
     no_top_k = params.top_k <= 0  # 0 and -1 both mean all tokens
-    return no_top_k and all(getattr(params, name) == getattr(_AT_REST, name, None) for name in fields)
+    return no_top_k and all(getattr(params, name) == getattr(_DEFAULTS, name, None) for name in fields)
 
 
 def emits_the_targets_tokens(rejection_sampler: RejectionSampler) -> bool:
@@ -86,20 +86,21 @@ class Verification:
         max_num_reqs: the engine's.
         unseeded_too: whether requests that sample without a seed are verified by shared noise, as those with one are.
     Attributes:
-        alone: [max_num_reqs] bool, `only_temperature` of the request in each state; set as requests are admitted.
+        wants_only_temperature: [max_num_reqs] bool, `only_temperature` of the request in each state; set as requests
+            are admitted.
         shares_noise: [max_num_reqs] bool, whether it is verified by shared noise.
         greedy: [max_num_reqs] bool, whether it takes the most probable tokens.
     """
 
     def __init__(self, max_num_reqs: int, unseeded_too: bool = False) -> None:
-        self.alone, self.shares_noise, self.greedy = np.zeros((3, max_num_reqs), dtype=bool)
+        self.wants_only_temperature, self.shares_noise, self.greedy = np.zeros((3, max_num_reqs), dtype=bool)
         self._unseeded_too = unseeded_too
         self._can_verify: bool | None = None
         self._can_share: bool | None = None
 
     def admit(self, slot: int, params: SamplingParams) -> None:
         """Take in a slot's new request."""
-        self.alone[slot] = only_temperature(params)
+        self.wants_only_temperature[slot] = only_temperature(params)
         self.greedy[slot] = params.temperature == 0
         self.shares_noise[slot] = params.temperature > 0 and (self._unseeded_too or params.seed is not None)
 
@@ -174,7 +175,7 @@ class Verification:
         """
         if self._can_verify is None:
             self._can_verify = can_verify(rejection_sampler)
-        return self._can_verify and bool(self.alone[idx_mapping].all())
+        return self._can_verify and bool(self.wants_only_temperature[idx_mapping].all())
 
     @staticmethod
     def verify(
