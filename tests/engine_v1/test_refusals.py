@@ -120,7 +120,7 @@ def refused(feature):
 
 def target_like(**changes):
     fields = {"architectures": ["LlamaForCausalLM"], "uses_mrope": False, "get_sliding_window": lambda: None}
-    fields |= {"enable_sleep_mode": False, "runner_type": "generate"}
+    fields |= {"enable_sleep_mode": False, "runner_type": "generate", "model_impl": "auto"}
     return SimpleNamespace(**fields | changes)
 
 
@@ -146,6 +146,12 @@ def test_layouts_that_would_go_wrong(target, pipeline_parallel_size, named):
     check_target_model(target_like(), SimpleNamespace(pipeline_parallel_size=1))
     with pytest.raises(ValueError, match=named):
         check_target_model(target, SimpleNamespace(pipeline_parallel_size=pipeline_parallel_size))
+
+
+@pytest.mark.feature("`--model-impl transformers`", "refused")
+def test_layers_that_are_not_vllms(random_target):
+    message = refusal(random_target, {"method": "eesd", "exit_layer": 4}, model_impl="transformers")
+    assert message.startswith("eesd: model_impl='transformers' is not supported")
 
 
 def connector(name, **options):

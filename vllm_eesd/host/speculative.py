@@ -165,6 +165,11 @@ def check_target_model(target: ModelConfig, parallel: ParallelConfig) -> None:
             f"eesd: target architecture {architecture!r} is not supported (its vLLM class must have SupportsEagle3 and "
             f"be tested with EESD); supported: {', '.join(SUPPORTED_ARCHITECTURES)}"
         )
+    if target.model_impl not in ("auto", "vllm"):
+        raise ValueError(
+            f"eesd: model_impl={target.model_impl!r} is not supported (only layers of vLLM's own models can be drafted "
+            "with); allowed: 'auto', 'vllm'"
+        )
     if target.uses_mrope:
         raise ValueError("eesd: targets with M-RoPE positions are not supported; serve this model without eesd")
     if parallel.pipeline_parallel_size > 1:
