@@ -142,11 +142,11 @@ def verdict(engine, request, plain: Outcome, ours: Outcome, beside_named=False):
     return SAME
 
 
-def is_unsure(engines, options, drawn, plain):
+def is_unsure(engines, options, drawn, plain, beside_named):
     """Whether plain vLLM, asked the same again, answers a request otherwise that has one answer."""
     pairs = zip(drawn.requests, plain.outcomes, engines.ask(options, drawn.requests).outcomes, strict=True)
     comparable = [pair for pair in pairs if pair[1].kind == "answered" and is_comparable(drawn.engine, pair[0])]
-    return any(verdict(drawn.engine, *pair) != SAME for pair in comparable)
+    return any(verdict(drawn.engine, *pair, beside_named) != SAME for pair in comparable)
 
 
 def try_draw(engines, drawn):
@@ -170,8 +170,8 @@ def try_draw(engines, drawn):
             wrong.append((drawn.requests[number], plain.outcomes[number], outcome))
         else:
             verdicts[found] += 1
-    if wrong and plain.outcomes[0].kind != "not started" and is_unsure(engines, options, drawn, plain):
-        return +(verdicts + Counter({UNSURE: len(wrong)})), [], ours.stats.get("accepted", 0)
+    if wrong and plain.outcomes[0].kind != "not started" and is_unsure(engines, options, drawn, plain, named):
+        verdicts[UNSURE], wrong = len(wrong), []
     of_engine = {"drafter_faults", "speculation_off", "died_together", "kv_cache_usage"} & ours.stats.keys()
     wrong += [(name, ours.stats[name]) for name in sorted(of_engine) if ours.stats[name]]
     return +verdicts, wrong, ours.stats.get("accepted", 0)
