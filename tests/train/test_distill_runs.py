@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,8 +18,7 @@ from safetensors.torch import load_file
 from vllm_eesd.distill import generate, report
 from vllm_eesd.distill.data import TokenData
 from vllm_eesd.distill.model import new_head
-from vllm_eesd.distill.processes import check_batch
-from vllm_eesd.distill.run import run
+from vllm_eesd.distill.run import check_batch, run
 from vllm_eesd.distill.target import load_target
 from vllm_eesd.distill.train import TrainConfig, train
 from vllm_eesd.exit_head.checkpoint import ExitHeadConfig
@@ -28,15 +26,25 @@ from vllm_eesd.exit_head.checkpoint import ExitHeadConfig
 VOCAB, LAYERS, SEQ_LEN = 64, 4, 32
 # The same sums in another order; Muon's iterations enlarge what AdamW would leave alone.
 SUM_TOLERANCE = 1e-3
-# The command itself, saving its state after every step so that a kill finds something to resume from.
+# The command itself, saving its state after every step so that a kill finds something to resume from, and interrupted
+# after the step that the environment names.
 COMMAND = """
-import sys, torch
+import os, sys, torch
 from vllm_eesd import cli
 from vllm_eesd.distill import train
 torch.set_num_threads(1)
 train.SAVE_EVERY_S = 0
+last, show = int(os.environ.get("LAST_STEP", 0)), train._show
+def interrupted(progress, losses):
+    show(progress, losses)
+    if len(losses) == last:
+        raise KeyboardInterrupt
+train._show = interrupted
 sys.exit(cli.main(sys.argv[1:]))
 """
+# Two processes on a CPU: with --cpu accelerate starts one, whatever --num_processes says.
+LAUNCH_TWO = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1"]
+LAUNCH_TWO += ["--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -55,16 +63,16 @@ def command_line(model_dir, text, output, work, *more) -> list[str]:
     return [str(word) for word in words]
 
 
-def start(arguments, **environment) -> subprocess.Popen:
+def start(arguments, program=("-c", COMMAND), **environment) -> subprocess.Popen:
     settings = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"} | environment
     return subprocess.Popen(
-        [sys.executable, "-c", COMMAND, *arguments], env=settings, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        [sys.executable, *program, *arguments], env=settings, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )
 
 
-def finish(process) -> str:
+def finish(process, interrupted=False) -> str:
     output = process.communicate(timeout=300)[0].decode()
-    assert process.returncode == 0, output
+    assert (process.returncode != 0) is interrupted, output
     return output
 
 
@@ -109,48 +117,57 @@ def test_parts_of_a_step_change_nothing_but_memory(model_dir, text):
         torch.testing.assert_close(heads[1].state_dict()[name], tensor, atol=SUM_TOLERANCE, rtol=SUM_TOLERANCE)
 
 
-def finish_two(arguments) -> list[str]:
-    """Launch as torch's launcher does it: by environment variables, over gloo on a CPU."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = str(free.getsockname()[1])
-    both = [
-        start(arguments, MASTER_ADDR="localhost", MASTER_PORT=port, WORLD_SIZE="2", RANK=str(r), LOCAL_RANK=str(r))
-        for r in range(2)
-    ]
-    return [finish(process) for process in both]
+@pytest.fixture(scope="module")
+def one_process(model_dir, tmp_path_factory):
+    """Directory of a text, and of the head that one process made of it."""
+    directory = tmp_path_factory.mktemp("one_process")
+    np.random.default_rng(0).integers(0, VOCAB, 4_000).astype(np.uint16).tofile(directory / "text.bin")
+    finish(start(command_line(model_dir, directory / "text.bin", directory / "head", directory / "work")))
+    return directory
 
 
-def test_two_processes_train_what_one_does(model_dir, text, tmp_path):
-    finish(start(command_line(model_dir, text, tmp_path / "one", tmp_path / "work_one")))
-    outputs = finish_two(command_line(model_dir, text, tmp_path / "two", tmp_path / "work_two"))
-    assert "next: " in outputs[0] and "next: " not in outputs[1]
-    one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "two"))
+def assert_same_head(model_dir, one, two) -> None:
+    """Nearly: the same sums in another order."""
+    one, two, config = *(load_file(head / "model.safetensors") for head in (one, two)), ExitHeadConfig.load(one)
     moved, tolerance = 0.0, 10 * SUM_TOLERANCE
-    config = ExitHeadConfig.load(tmp_path / "one")
     target = load_target(str(model_dir), 1, "cpu", config.aux_layers)
     initial = new_head(target, "last", config.head_type, config.head_layers).state_dict()
     for name, tensor in one.items():
         torch.testing.assert_close(two[name], tensor, atol=tolerance, rtol=tolerance)
         moved = max(moved, (tensor - initial[name]).abs().max().item())
     assert moved > 2 * tolerance  # the heads agree because both trained, not because neither did
-    # With the target's layers shared out, what is gathered is what was there: the same bytes.
-    outputs = finish_two(command_line(model_dir, text, tmp_path / "shared", tmp_path / "work_shared", "--shard-target"))
-    weights = load_file(model_dir / "model.safetensors")
-    whole = sum(tensor.numel() for tensor in weights.values())
-    layers = sum(tensor.numel() for name, tensor in weights.items() if ".layers." in name)
-    assert f"2 processes share the target: {whole - layers // 2} of {whole} parameters each" in outputs[0]
-    assert "next: " in outputs[0] and "next: " not in outputs[1]
+
+
+def test_two_processes_train_what_one_does(model_dir, one_process, tmp_path):
+    arguments = command_line(model_dir, one_process / "text.bin", tmp_path / "two", tmp_path / "work")
+    output = finish(start(arguments, [*LAUNCH_TWO, "-m", "vllm_eesd"]))
+    assert output.count("next: ") == output.count("wrote ") == 1
+    assert_same_head(model_dir, one_process / "head", tmp_path / "two")
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
+def test_a_resumed_run_may_have_another_number_of_processes(model_dir, one_process, tmp_path, before, after):
+    (tmp_path / "command.py").write_text(COMMAND)
+    programs = {1: [tmp_path / "command.py"], 2: [*LAUNCH_TWO, tmp_path / "command.py"]}
+    arguments = command_line(model_dir, one_process / "text.bin", tmp_path / "head", tmp_path / "work")
+    finish(start(arguments, programs[before], LAST_STEP="20"), interrupted=True)
+    assert torch.load(tmp_path / "work" / "checkpoint.pt", weights_only=True)["run"]["step"] == 20
+    finish(start(arguments, programs[after]))
+    assert torch.load(tmp_path / "work" / "checkpoint.pt", weights_only=True)["run"]["step"] == 60
+    assert_same_head(model_dir, one_process / "head", tmp_path / "head")
+
+
+@pytest.mark.usefixtures("in_bfloat16")
+def test_layers_that_stay_in_host_memory_change_nothing(model_dir, text, tmp_path, monkeypatch, capsys):
+    """The target writes text, is measured on and trained with, while there is room for half of its layers."""
+    sizes = {name: tensor.nbytes for name, tensor in load_file(model_dir / "model.safetensors").items()}
+    one_less = sum(size for name, size in sizes.items() if ".layers.0." not in name)  # one's room is for what is copied
+    for name, room in (("whole", float("inf")), ("half", one_less)):
+        monkeypatch.setattr("vllm_eesd.distill.run.room_for_weights", lambda *_, room=room: room)
+        run(make_args(model_dir, text, tmp_path / name, self_generate=4, generator="transformers"))
+    assert capsys.readouterr().out.count("2 of the target's 4 layers stay in host memory until they run") == 1
     for name in ("model.safetensors", "config.json"):
-        assert (tmp_path / "shared" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"), [({}, "shard_target is set, but this is one process"), ({"compile": True}, "compile")]
-)
-def test_a_target_that_cannot_be_shared(model_dir, text, tmp_path, changes, words):
-    with pytest.raises(ValueError, match=words):
-        run(make_args(model_dir, text, tmp_path / "head", shard_target=True, **changes))
+        assert (tmp_path / "half" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
 
 
 def test_a_batch_that_cannot_be_shared_out_evenly():

@@ -46,6 +46,7 @@ ALLOWED_PARTS = {
     "bench": CORE,
     "doctor": CORE | {"host"},
     "cli": set(),
+    "__main__": {"cli"},
 }
 # Any of vLLM; its public modules only (capitalised names, where that is the top level); nothing.
 VLLM_PRIVATE = {"host"}

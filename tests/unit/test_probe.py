@@ -74,9 +74,9 @@ def test_chunks_change_nothing(target, windows, monkeypatch):
 def test_memory_does_not_grow_with_the_windows(target, windows, monkeypatch):
     """Never more rows at once than the bound allows, nor more logits."""
     rows_seen, logits_seen = [], []
-    walk, head = target.layer_inputs, target.model.lm_head.forward
+    walk, head = target.layer_inputs, probing.float_head(target)
     monkeypatch.setattr(target, "layer_inputs", lambda rows: rows_seen.append(len(rows)) or walk(rows))
-    monkeypatch.setattr(target.model.lm_head, "forward", lambda x: logits_seen.append(x.numel()) or head(x))
+    monkeypatch.setattr(probing, "float_head", lambda _: lambda x: logits_seen.append(head(x).numel()) or head(x))
     monkeypatch.setattr(probing, "CHUNK_STATES", 2 * (LAYERS + 1) * SEQ_LEN * 32)
     headless_agreement(target, windows.repeat(4, 1))
     assert set(rows_seen) == {2}

@@ -29,7 +29,7 @@ from vllm_eesd.distill.material import DEFAULT_LONGEST
 from vllm_eesd.distill.metrics import draft_passes
 from vllm_eesd.distill.model import load_head
 from vllm_eesd.distill.report import check_writable, serve_command, write_json
-from vllm_eesd.distill.target import Target, load_target
+from vllm_eesd.distill.target import Target, load_target, place, room_for_weights
 from vllm_eesd.distill.text import check_seq_len, read_files
 from vllm_eesd.exit_head.checkpoint import ExitHeadConfig, Prior
 from vllm_eesd.policy import Calibration
@@ -81,10 +81,11 @@ def run(args: argparse.Namespace) -> int:
     check_writable(args.head, FILE_BYTES, "head")
     if args.json:
         check_writable(Path(args.json).parent, FILE_BYTES, "json")
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with progress(f"loading {args.model}"):
-        target = load_target(args.model, config.exit_layer, device, config.aux_layers)
-        head = load_head(target, args.head)
+        target = load_target(args.model, config.exit_layer, device.type, config.aux_layers)
+        head = load_head(target, args.head).to(device)
+        place(target, device, room_for_weights(device))
     check_seq_len(target.config, args.seq_len)
     if args.seq_len < 2 * LONGEST_DRAFT:
         raise ValueError(f"seq_len is {args.seq_len}, must be at least {2 * LONGEST_DRAFT}")

@@ -159,7 +159,6 @@ class DistillConfig(TrainConfig):
     generator: Literal["auto", "vllm", "transformers"] = Field(
         "auto", description="what runs the target while it writes; auto is vLLM where it can"
     )
-    shard_target: bool = Field(False, description="launched processes share one copy of the target (FSDP)")
     measure_every: int = Field(100, ge=1, description="measure on held-out text after every S steps")
     measure_greedy: bool = Field(False, description="measure on the target's greedy text, as with --self-generate")
     tensorboard: str | None = Field(None, description="write the losses there (needs tensorboard)")
@@ -178,9 +177,3 @@ class DistillConfig(TrainConfig):
     def asks_itself(self) -> bool:
         """Whether there is nothing to train on but what the target asks itself."""
         return not self.data and not self.from_trace
-
-    @model_validator(mode="after")
-    def _layers_can_be_gathered(self) -> Self:
-        if self.shard_target and self.compile:
-            raise ValueError("shard_target is set, must not be with compile: a compiled step cannot gather layers")
-        return self

@@ -75,7 +75,6 @@ def distill(parser: argparse.ArgumentParser) -> None:
     _setting(parser, "accumulate", type=positive, metavar="A")
     _setting(parser, "seed", type=int)
     _setting(parser, "compile")
-    _setting(parser, "shard_target")
     _setting(parser, "measure_every", type=positive, metavar="S")
     _setting(parser, "measure_greedy")
     _setting(parser, "tensorboard", metavar="DIR")

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from vllm_eesd.distill import processes
 from vllm_eesd.distill.data import Tokens, random_windows, spaced_windows, stacked, token_dtype
 from vllm_eesd.distill.journal import made_otherwise
 from vllm_eesd.distill.report import write_json
@@ -80,37 +79,28 @@ class OwnText:
     def is_complete(self) -> bool:
         return self._num_batches_done() * BATCH >= self.count
 
-    def make(
-        self, text: list[Tokens], generator: str, continue_batch: Callable[..., Tensor], together: bool = False
-    ) -> None:
-        """Make the windows that are missing; the first process writes them.
+    def make(self, text: list[Tokens], generator: str, continue_batch: Callable[..., Tensor]) -> None:
+        """Make the windows that are missing.
 
         Args:
             text: what prompts are cut from.
             generator: name of what `continue_batch` runs on.
             continue_batch: as `continue_windows`, without its first argument.
-            together: whether all processes call this, as they must for a target that is spread over them.
         Raises:
             ValueError: `work` holds windows made with other settings.
         """
-        writes = processes.is_first()
-        if writes:
-            self.check(generator)
-            if not self.described.exists():
-                self.path.unlink(missing_ok=True)
-                write_json(self.described, self._settings | {"generator": generator})
-            self.path.touch()
+        self.check(generator)
+        if not self.described.exists():
+            self.path.unlink(missing_ok=True)
+            write_json(self.described, self._settings | {"generator": generator})
+        self.path.touch()
         done = self._num_batches_done()
-        done = processes.agree(done) if together else done
-        with self.path.open("r+b") if writes else contextlib.nullcontext() as file:
-            if writes:
-                file.truncate(file.seek(done * self._batch_bytes))
-            missing = range(done, -(-self.count // BATCH))
-            for number in tqdm(missing, desc="generating", disable=not (writes and missing)):
-                windows = self._batch(text, number, continue_batch)
-                if writes:
-                    file.write(windows.numpy().astype(self._dtype).tobytes())
-                    file.flush()
+        missing = range(done, -(-self.count // BATCH))
+        with self.path.open("r+b") as file:
+            file.truncate(file.seek(done * self._batch_bytes))
+            for number in tqdm(missing, desc="generating", disable=not missing):
+                file.write(self._batch(text, number, continue_batch).numpy().astype(self._dtype).tobytes())
+                file.flush()
 
     def windows(self) -> np.ndarray:
         """Return the windows, [count, seq_len], mapped from the file."""

@@ -11,7 +11,6 @@ from transformers import AutoTokenizer
 
 from vllm_eesd.config import LONGEST_DRAFT
 from vllm_eesd.conversations import Conversation, Message, read_chat_template
-from vllm_eesd.distill import processes
 from vllm_eesd.distill.answers import answer_prompts, answered, ways_of
 from vllm_eesd.distill.config import DistillConfig
 from vllm_eesd.distill.data import as_source, long_enough, spaced_windows
@@ -70,7 +69,7 @@ def _held_out_answers(
     longest = getattr(target.config, "max_position_embeddings", None) or DEFAULT_LONGEST
     template = read_chat_template(config.chat_template)
     prompts = answer_prompts(tokenizer, messages, count, longest - tokens, template)
-    with telling(lambda: f"answering {len(prompts)} held-out user turns", quiet=not processes.is_first()):
+    with telling(lambda: f"answering {len(prompts)} held-out user turns"):
         ends = ways_of(config.model, target.config, tokenizer).ends
         return long_answers(answered(target, prompts, tokens, 0.0, ends, config.seed))
 

@@ -13,6 +13,7 @@ from torch import nn
 from transformers import AutoConfig, CompressedTensorsConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL_LMS
 
+from vllm_eesd.distill.precision import uses_bfloat16
 from vllm_eesd.exit_head.checkpoint import Verifier
 from vllm_eesd.exit_head.shapes import ATTENTION_BIASES
 
@@ -90,3 +91,12 @@ def saved_dtype(name_or_path: str) -> torch.dtype:
     """Return the dtype the target's weights are stored in: the head is served in it, so it is stored in it too."""
     dtype = read_config(name_or_path).dtype
     return dtype if dtype in (torch.bfloat16, torch.float16) else torch.float32
+
+
+def computing_dtype(name_or_path: str, device: str) -> torch.dtype:
+    """Return the dtype a target is held and run in: its own, but float32 on a CPU where that is faster.
+
+    A CPU runs bfloat16 where it multiplies it in hardware, and float16 never.
+    """
+    own = saved_dtype(name_or_path)
+    return own if device == "cuda" or own == torch.bfloat16 and uses_bfloat16(device) else torch.float32

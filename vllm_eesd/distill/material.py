@@ -131,11 +131,11 @@ class OwnTalks:
         journal = (self._turns or self._own()).journal
         return Made(journal.generator, self._check, self._is_complete, self.asking.longest)
 
-    def make(self, generator: str, answer: Answer, together: bool = False) -> None:
+    def make(self, generator: str, answer: Answer) -> None:
         """Make what is missing, see `OwnConversations.make`."""
         if self._turns is not None:
-            self._turns.make(generator, answer, together)
-        self._own().make(generator, answer, together)
+            self._turns.make(generator, answer)
+        self._own().make(generator, answer)
 
     def conversations(self) -> list[Conversation]:
         """Return them, once they are made."""

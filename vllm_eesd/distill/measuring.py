@@ -8,7 +8,6 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
-from vllm_eesd.distill import processes
 from vllm_eesd.distill.config import DistillConfig
 from vllm_eesd.distill.metrics import evaluate
 from vllm_eesd.distill.target import Target
@@ -42,13 +41,12 @@ def num_windows(config: DistillConfig, window_s: Callable[[], float]) -> int:
     return int(min(MOST_WINDOWS, max(WATCHED_WINDOWS, affordable // passes)))
 
 
-def seconds_a_window(config: DistillConfig, target: Target, head: nn.Module, windows: Tensor) -> float:
-    """Return how long measuring one window takes, the same in all processes that share a target.
+def seconds_a_window(target: Target, head: nn.Module, windows: Tensor) -> float:
+    """Return how long measuring one window takes.
 
     Args:
         windows: [num_windows, seq_len] int64; the first is measured.
     """
     began = time.perf_counter()
     evaluate(target, head, windows[:1])
-    seconds = max(time.perf_counter() - began, math.ulp(1.0))
-    return processes.agree(seconds) if config.shard_target else seconds
+    return max(time.perf_counter() - began, math.ulp(1.0))

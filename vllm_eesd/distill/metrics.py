@@ -97,7 +97,7 @@ def _passes(
     at_once = max(1, CHUNK_PASSES // (seq_len * target.config.vocab_size))
     lm_logits, draft_logits = float_head(target), float_head(target, draft_token_ids(head))
     # A float32 target is measured in float32.
-    lower = autocast(device.type, target.lm_head.weight.dtype == torch.bfloat16)
+    lower = autocast(device.type, target.lm_head.weight.dtype != torch.float32)
     for row in range(0, len(batch.ids), at_once):
         rows = slice(row, min(row + at_once, len(batch.ids)))
         with lower:

@@ -222,7 +222,7 @@ def new_head(target: Target, init: str, head_type: str = DEEP_CONTEXT.name, head
         # What it did not read it begins by not looking at.
         tensors = {name: _padded(tensor, own[name]) for name, tensor in read_tensors(init).items() if name in own}
         head.load_state_dict(tensors, strict=False)
-    return head
+    return head.float()
 
 
 def _padded(tensor: Tensor, like: Tensor) -> Tensor:

@@ -29,6 +29,7 @@ from vllm_eesd.distill.expected import (
 )
 from vllm_eesd.distill.layer_costs import LayerCosts, LayerResult, measure_costs
 from vllm_eesd.distill.losses import CHUNK_LOGITS
+from vllm_eesd.distill.metrics import float_head
 from vllm_eesd.distill.plots import check_plot, plot_probe
 from vllm_eesd.distill.report import as_typed, check_writable, command, write_json
 from vllm_eesd.distill.target import Target, load_target
@@ -57,7 +58,8 @@ def run(args: argparse.Namespace) -> int:
     check_plot(args.plot)
     template = read_chat_template(args.chat_template)
     with progress(f"loading {args.model}"):
-        target = load_target(args.model, 1, "cuda" if torch.cuda.is_available() else "cpu")
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        target = load_target(args.model, 1, device).to(device)
     with progress("reading text" if args.text else "the target writes text to measure on"):
         many = max(args.windows, COUNTED_WINDOWS) if args.text else args.windows
         counted = measuring_windows(target, args.model, args.text, many, args.seq_len, template)
@@ -153,7 +155,7 @@ def _compare_layers(target: Target, states: list[Tensor], count: Callable[[float
         states: [num_tokens, hidden_size] each, what leaves each layer and, last, the target.
         count: told how many tokens are done.
     """
-    norm, lm_head = target.model.model.norm, target.lm_head
+    norm, lm_head = target.model.model.norm, float_head(target)
     num_tokens, layers = len(states[-1]), states[:-1]
     match = torch.zeros(len(layers), num_tokens, dtype=torch.bool)
     overlap = torch.zeros(len(layers), dtype=torch.float64)

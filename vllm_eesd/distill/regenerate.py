@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 
 from vllm_eesd.conversations import Conversation, Message, continuation_ids, prompt_ids, user_prefix
-from vllm_eesd.distill import processes
 from vllm_eesd.distill.answers import Ways, user_turns
 from vllm_eesd.distill.journal import Journal
 from vllm_eesd.progress import telling
@@ -139,22 +138,21 @@ class OwnConversations:
     def is_complete(self) -> bool:
         return self.journal.batches * BATCH >= len(self.asked)
 
-    def make(self, generator: str, answer: Answer, together: bool = False) -> None:
-        """Answer the conversations that are missing; the first process writes them.
+    def make(self, generator: str, answer: Answer) -> None:
+        """Answer the conversations that are missing.
 
         Args:
             generator: name of what `answer` runs on.
-            together: whether all processes call this, as they must for a target that is spread over them.
         Raises:
             ValueError: `work` holds conversations made with other settings, or the template refuses one.
         """
-        first, writes = begin(self.journal, generator, together)
+        self.journal.check(generator)
+        first = self.journal.batches
         state = Counted(len(self.asked), min(first * BATCH, len(self.asked)))
-        with telling(lambda: f"regenerating: {state.line('conversations')}", quiet=not writes or self.is_complete):
+        with telling(lambda: f"regenerating: {state.line('conversations')}", quiet=self.is_complete):
             for number in range(first, -(-len(self.asked) // BATCH)):
                 talks = self._batch(number, answer, state)
-                if writes:
-                    self.journal.append([talk.row() for talk in talks if talk.answers], generator)
+                self.journal.append([talk.row() for talk in talks if talk.answers], generator)
 
     def conversations(self) -> list[Conversation]:
         """Return them, with the tokens as the target wrote them."""
@@ -213,19 +211,6 @@ class Counted:
         return f"{self.done} of {self.wanted} {what}{running}, {elapsed:.0f} s{speed}"
 
 
-def begin(journal: Journal, generator: str, together: bool) -> tuple[int, bool]:
-    """Return (the batch to begin with, whether this process writes).
-
-    Raises:
-        ValueError: the journal holds what was made otherwise.
-    """
-    writes = processes.is_first()
-    if writes:
-        journal.check(generator)
-    done = journal.batches
-    return (processes.agree(done) if together else done), writes
-
-
 def from_row(row: dict[str, Any]) -> Conversation:
     """Return the conversation of a line of `regenerated.jsonl`."""
     answers = np.zeros(len(row["ids"]), dtype=bool)
@@ -254,27 +239,26 @@ class OwnTurns:
     def is_complete(self) -> bool:
         return self.journal.has_ended or sum(1 for _ in self.journal.rows()) >= self.count
 
-    def make(self, generator: str, answer: Answer, together: bool = False) -> None:
+    def make(self, generator: str, answer: Answer) -> None:
         """Ask for the turns that are missing; see `OwnConversations.make`.
 
         Raises:
             ValueError: `work` holds turns made with other settings, or the target asks nothing.
         """
-        first, writes = begin(self.journal, generator, together)
+        self.journal.check(generator)
         seen = {folded(row["messages"][0]["content"]) for row in self.journal.rows()}
-        state, fruitless, number = Counted(self.count, len(seen)), 0, first
+        state, fruitless, number = Counted(self.count, len(seen)), 0, self.journal.batches
         wanted = 0 if self.journal.has_ended else self.count
-        with telling(lambda: f"asking itself: {state.line('turns')}", quiet=not writes or len(seen) >= wanted):
+        with telling(lambda: f"asking itself: {state.line('turns')}", quiet=len(seen) >= wanted):
             while len(seen) < wanted and fruitless < FRUITLESS_BATCHES:
                 rows = [[{"role": "user", "content": text}] for text in self._new(answer, number, seen, state)]
-                if writes:
-                    self.journal.append([{"messages": messages} for messages in rows], generator)
+                self.journal.append([{"messages": messages} for messages in rows], generator)
                 fruitless = fruitless + 1 if len(rows) < FRUITLESS_SHARE * BATCH else 0
                 number += 1
                 state.batch(len(rows))
         if not seen:
             raise ValueError("data is empty, and the target asks nothing by itself; name files of conversations")
-        if writes and len(seen) < self.count:
+        if len(seen) < self.count:
             self.journal.end()  # a run that goes on shall answer the same turns
             print(f"the target asked itself {len(seen)} different turns and little new in the end", flush=True)
 

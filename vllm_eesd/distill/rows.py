@@ -53,7 +53,7 @@ class Batch(NamedTuple):
         """Return what one of several processes computes, in at most so many parts, and each part's share of all.
 
         Shares are of the mean over processes: those of one process alone add up to 1. Every process has as many parts,
-        as a target that is spread over them needs. One with fewer rows than others computes a row that counts nothing.
+        and so a gradient to average: one with fewer rows than others computes a row that counts nothing.
         """
         own, most = self.part(slice(rank, None, num_processes)), -(-len(self.ids) // num_processes)
         size = -(-most // num_parts)

@@ -6,16 +6,18 @@ import argparse
 import contextlib
 import tempfile
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import PartialState
+from accelerate.utils import broadcast_object_list
 from pydantic import ValidationError
 from torch import nn
 from tqdm import tqdm
 
-from vllm_eesd.distill import processes
 from vllm_eesd.distill.answers import answer
 from vllm_eesd.distill.config import DEFAULT_HEAD_LAYERS, DistillConfig
 from vllm_eesd.distill.data import TokenData, as_source, long_enough, spaced_windows
@@ -25,10 +27,9 @@ from vllm_eesd.distill.loading import saved_dtype
 from vllm_eesd.distill.material import Material, OwnTalks, check_answers, read_material
 from vllm_eesd.distill.measuring import WATCHED_WINDOWS, num_windows, seconds_a_window
 from vllm_eesd.distill.model import head_config, new_head
-from vllm_eesd.distill.precision import uses_bfloat16
 from vllm_eesd.distill.probe import best_exit_layer, probe
 from vllm_eesd.distill.report import as_typed, check_writable, command, serve_command, write_json
-from vllm_eesd.distill.target import Target, default_aux_layers, default_init, load_target
+from vllm_eesd.distill.target import Target, default_aux_layers, default_init, load_target, place, room_for_weights
 from vllm_eesd.distill.text import measuring_windows
 from vllm_eesd.distill.train import train
 from vllm_eesd.distill.training_record import record_of
@@ -42,26 +43,30 @@ from vllm_eesd.progress import progress
 PROBE_WINDOWS, PROBE_SEQ_LEN = 16, 256
 # Ten observations: a sensible first draft length, soon outweighed by what a request itself shows.
 PRIOR_OBSERVATIONS = 10
+# Processes wait while the first one writes the target's own text, for hours if need be.
+LONGEST_WAIT = timedelta(days=7)
 
 
 def run(args: argparse.Namespace) -> int:
     """Distill a head; print how well it predicts and the command that serves it.
 
+    Of several processes, started by `accelerate launch`, the first writes files and prints.
+
     Raises:
         ValueError: a wrong argument or unusable data, before anything is trained or written.
     """
     config = _config(args)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    with processes.launched_processes(device, config.shard_target):
-        processes.check_batch(config.batch, config.accumulate, processes.count())
-        if processes.is_first():
+    state = PartialState(cpu=not torch.cuda.is_available(), timeout=LONGEST_WAIT)
+    try:
+        check_batch(config.batch, config.accumulate, state.num_processes)
+        if state.is_main_process:
             _check_output(Path(config.output), config.model)
             check_writable(config.output, 0, "output")
             if config.tensorboard:
                 _open_tensorboard(config.tensorboard).close()
-        exit_layer = processes.agree(_exit_layer(config) if processes.is_first() else 0)
+        exit_layer = _from_first(partial(_exit_layer, config))
         with _progress(f"loading {config.model}"):
-            target = load_target(config.model, exit_layer, "cpu")
+            target = load_target(config.model, exit_layer, state.device.type)
         target.aux_layers = _aux_layers(config, target)
         decided = {"head_layers": _head_layers(config, target), "init": config.init or default_init(target)}
         config = config.model_copy(update=decided)
@@ -69,16 +74,36 @@ def run(args: argparse.Namespace) -> int:
             check_size(config.draft_vocab_size, target.config.vocab_size)
         _head_config(config, target, Prior())  # refuses what could not be written in the end
         head = new_head(target, config.init, config.head_type, config.head_layers)
-        if processes.is_first():
+        if state.is_main_process:
             _check_room(config, head)
         with tempfile.TemporaryDirectory(prefix="eesd-distill-") as temporary:
-            work = Path(processes.agree(config.work or temporary))
+            work = Path(_from_first(lambda: config.work or temporary))
             work.mkdir(parents=True, exist_ok=True)
-            _distill(config, target, head, work, device)
+            _distill(config, target, head, work)
+    finally:
+        state.destroy_process_group()
     return 0
 
 
-def _distill(config: DistillConfig, target: Target, head: nn.Module, work: Path, device: str) -> None:
+def check_batch(batch: int, accumulate: int, num_processes: int) -> None:
+    """Refuse a batch that cannot be shared out evenly.
+
+    Raises:
+        ValueError: it is no multiple of processes times parts.
+    """
+    if batch % (num_processes * accumulate):
+        raise ValueError(
+            f"batch is {batch}, must be a multiple of {num_processes * accumulate} "
+            f"({num_processes} processes x accumulate {accumulate})"
+        )
+
+
+def _from_first(decide: Callable[[], Any]) -> Any:
+    """Return what the first process decides, in all of them."""
+    return broadcast_object_list([decide() if PartialState().is_main_process else None])[0]
+
+
+def _distill(config: DistillConfig, target: Target, head: nn.Module, work: Path) -> None:
     with _progress("reading text"):
         material = read_material(config, target)
     own_talks = None
@@ -87,19 +112,17 @@ def _distill(config: DistillConfig, target: Target, head: nn.Module, work: Path,
     else:
         check_answers(config, material.talks.conversations)
     _say(material.described())
-    # What is spread over all of them only all of them can run: to write text, or to measure.
-    runs_target = processes.is_first() or config.shard_target
-    data = _training_data(config, target, head, material, own_talks, work, device)
+    data = _training_data(config, target, head, material, own_talks, work)
     windows = spaced_windows(data.sources, WATCHED_WINDOWS, config.seq_len)
-    size, why = chosen_vocabulary(config, target, data, windows, work)
+    size, why = _from_first(partial(chosen_vocabulary, config, target, data, windows, work))
     config = config.model_copy(update={"draft_vocab": size})
     if why:
         _say(why)
     if config.draft_vocab_size is not None:
         _restrict(target, head, data, config.draft_vocab_size)
     held_out: HeldOut = {}
-    if runs_target:
-        count = num_windows(config, partial(seconds_a_window, config, target, head, windows))
+    if is_first := PartialState().is_main_process:
+        count = num_windows(config, partial(seconds_a_window, target, head, windows))
         held_out = held_out_of(config, target, material, own_talks, count)
     before = _measure(target, head, held_out)
     _say(_describe("before", before))
@@ -109,13 +132,13 @@ def _distill(config: DistillConfig, target: Target, head: nn.Module, work: Path,
     for parameter in head.parameters():
         parameter.data = parameter.data.to(dtype).float()  # as it will be served
     after = _measure(target, head, held_out)
-    if processes.is_first():
+    if is_first:
         record |= {"before": before, "after": after}
         own = list(data.generated) if data.generated is not None else []
         kinds = {"text": data.text, "held_out": material.held_out, "own": own}
         kinds |= {"conversations": [said.ids for said in data.conversations]} if data.conversations else {}
         _write(config, target, head, record, record_of(config, kinds, record))
-    processes.wait()
+    PartialState().wait_for_everyone()
 
 
 def _training_data(
@@ -125,24 +148,20 @@ def _training_data(
     material: Material,
     own_talks: OwnTalks | None,
     work: Path,
-    device: str,
 ) -> TokenData:
     """Return what is trained on, what the target writes of it included; from then on the target is in its place."""
     sources = material.text + as_source(material.talks.conversations)
     own = OwnText(work, target, config.self_generate, config.seq_len, config.temperature or [1.0], config.seed)
-    missing = []
+    missing, is_first = [], PartialState().is_main_process
     # Through vLLM before the target takes its place: two of them would have to fit there.
-    if own_talks is not None and not processes.agree(processes.is_first() and _talked_through_vllm(config, own_talks)):
+    if is_first and own_talks is not None and not _talked_through_vllm(config, own_talks):
         missing.append(partial(own_talks.make, "transformers", partial(answer, target)))
-    if own.count and not processes.agree(
-        processes.is_first() and sampled_through_vllm(config.generator, config.model, sources, own)
-    ):
+    if is_first and own.count and not sampled_through_vllm(config.generator, config.model, sources, own):
         missing.append(partial(own.make, sources, "transformers", partial(continue_windows, target)))
-    _place(config, target, head, device)
-    if processes.is_first() or config.shard_target:
-        for make in missing:
-            make(together=config.shard_target)
-    processes.wait()
+    _place(target, head)
+    for make in missing:
+        make()
+    PartialState().wait_for_everyone()
     conversations = own_talks.conversations() if own_talks else material.talks.conversations
     long_enough(as_source(conversations), config.seq_len, "data")
     return TokenData(material.text, own.windows() if own.count else None, conversations or None)
@@ -155,23 +174,22 @@ def _talked_through_vllm(config: DistillConfig, own_talks: OwnTalks) -> bool:
 
 
 def _say(line: str) -> None:
-    if processes.is_first():
+    if PartialState().is_main_process:
         print(line, flush=True)
 
 
 def _progress(doing: str) -> contextlib.AbstractContextManager:
     """Return `progress` of the first process, which alone says how far it is."""
-    return progress(doing) if processes.is_first() else contextlib.nullcontext()
+    return progress(doing) if PartialState().is_main_process else contextlib.nullcontext()
 
 
-def _place(config: DistillConfig, target: Target, head: nn.Module, device: str) -> None:
-    """Move the target, or this process's share of it, and the head to where they are run."""
-    if config.shard_target:
-        held, whole = processes.shard_layers(target, device)
-        _say(f"{processes.count()} processes share the target: {held} of {whole} parameters each")
-    if not config.shard_target and uses_bfloat16(device) and saved_dtype(config.model) == torch.bfloat16:
-        target.to(torch.bfloat16)  # as it is served: half the memory, and no weight is cast in every step
-    target.to(device)
+def _place(target: Target, head: nn.Module) -> None:
+    """Move target and head to where they are run."""
+    device = PartialState().device
+    # Of the head: parameters, gradients and up to two moments.
+    away = place(target, device, room_for_weights(device, 4 * sum(weight.nbytes for weight in head.parameters())))
+    if away:
+        _say(f"{away} of the target's {target.config.num_hidden_layers} layers stay in host memory until they run")
     head.to(device)
 
 
@@ -258,16 +276,14 @@ def _watch(
         yield None
         return
     watched = few(preferred(held_out), WATCHED_WINDOWS)
-    board = processes.is_first() and config.tensorboard
-    with _open_tensorboard(board) if board else contextlib.nullcontext() as writer:
+    with _open_tensorboard(config.tensorboard) if config.tensorboard else contextlib.nullcontext() as writer:
 
         def on_step(step: int, loss: float) -> None:
             measured = {"loss": loss}
             if step % config.measure_every == 0:
                 expected = 1 + measure(target, head, watched)["expected_matches"]
                 measured["held_out_tokens_per_round"] = expected
-                if processes.is_first():
-                    tqdm.write(f"step {step}: loss {loss:.4f}, {expected:.2f} tokens per round expected, held out")
+                tqdm.write(f"step {step}: loss {loss:.4f}, {expected:.2f} tokens per round expected, held out")
             for name, value in measured.items() if writer else ():
                 writer.add_scalar(name, value, step)
 

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from accelerate import cpu_offload
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from vllm_eesd.distill.loading import decompression, fold_logits_scaling, read_config
+from vllm_eesd.distill.loading import computing_dtype, decompression, fold_logits_scaling, read_config
 
 # Cosine and sine of each position, [1, seq_len, head_dim] each.
 Rotary = tuple[Tensor, Tensor]
 
 # Numbers of a tensor that a target is told from others by.
 SAMPLED = 1024
+# Of a GPU's free memory, what weights may take: the rest is for a batch.
+WEIGHTS_SHARE = 0.8
 
 
 class Target(nn.Module):
@@ -37,7 +41,7 @@ class Target(nn.Module):
     def fingerprint(self) -> float:
         """A number that another target's weights do not have: of some numbers of every tensor, each by its place.
 
-        Asked before a target is spread over several processes.
+        Asked before some of its layers stay in host memory, where they are no parameters any more.
         """
         some = (p.detach().flatten()[:: max(1, p.numel() // SAMPLED)].double().sum() for p in self.model.parameters())
         return round(sum(place * total.item() for place, total in enumerate(some, start=1)), 6)
@@ -104,8 +108,10 @@ def default_init(target: Target) -> str:
 
 
 def load_target(name_or_path: str, exit_layer: int, device: str, aux_layers: Sequence[int] = ()) -> Target:
-    """Return the target in float32.
+    """Return the target in host memory, in the dtype that it is run in on a device; see `computing_dtype`, `place`.
 
+    Args:
+        device: "cpu" or "cuda".
     Raises:
         ValueError: no such model, an unsupported kind of it, pickled weights, or exit_layer out of range.
     """
@@ -116,13 +122,48 @@ def load_target(name_or_path: str, exit_layer: int, device: str, aux_layers: Seq
             f"exit_layer is {exit_layer}, must be 0 to {num_layers - 1}: the target has {num_layers} layers"
         )
     # sdpa without a mask is causal, which is what Target.forward relies on.
-    options = {"attn_implementation": "sdpa", "use_safetensors": True} | decompression(name_or_path, config)
+    options = {"attn_implementation": "sdpa", "use_safetensors": True, "dtype": computing_dtype(name_or_path, device)}
+    options |= decompression(name_or_path, config)
     try:
-        model = AutoModelForCausalLM.from_pretrained(name_or_path, dtype=torch.float32, **options)
+        model = AutoModelForCausalLM.from_pretrained(name_or_path, **options)
     except OSError as error:
         reason = " ".join(str(error).split())[:160]
         raise ValueError(
             f"model: {name_or_path!r} has no safetensors that can be read; pickled weights are never loaded ({reason})"
         ) from None
     fold_logits_scaling(model)
-    return Target(model.to(device), exit_layer, aux_layers)
+    return Target(model, exit_layer, aux_layers)
+
+
+def place(target: Target, device: torch.device, room: float = math.inf) -> int:
+    """Move the target to a device; decoder layers that have no room there stay in host memory until they run.
+
+    Args:
+        room: bytes that its weights may take there.
+    Returns:
+        How many layers stay: the last ones.
+    """
+    target.fingerprint  # noqa: B018
+    model, layers = target.model, target.model.model.layers
+    children = [*model.named_children(), *model.model.named_children()]
+    others = [child for name, child in children if name not in ("model", "layers")]
+    left, largest = room - sum(map(_num_bytes, others)), max(map(_num_bytes, layers))
+    fitting = len(layers)
+    if left < sum(map(_num_bytes, layers)):
+        fitting = max(0, int(left / largest) - 1)  # and one that is running
+    for layer in layers[fitting:]:
+        cpu_offload(layer, device)
+    for part in (*others, *layers[:fitting]):
+        part.to(device)
+    return len(layers) - fitting
+
+
+def room_for_weights(device: torch.device, reserved: int = 0) -> float:
+    """Return the bytes that a target may take on a device, `reserved` of which are wanted by something else."""
+    if device.type != "cuda":
+        return math.inf
+    return WEIGHTS_SHARE * torch.cuda.mem_get_info(device)[0] - reserved
+
+
+def _num_bytes(module: nn.Module) -> int:
+    return sum(weight.nbytes for weight in module.parameters())

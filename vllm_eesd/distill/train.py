@@ -12,11 +12,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from accelerate import PartialState
+from accelerate.utils import broadcast_object_list, reduce
 from torch import Tensor, nn
 from tqdm import tqdm
 
 from vllm_eesd.config import LONGEST_DRAFT
-from vllm_eesd.distill import processes
 from vllm_eesd.distill.config import TrainConfig
 from vllm_eesd.distill.data import TokenData
 from vllm_eesd.distill.losses import build_loss, distillation_loss
@@ -64,13 +65,14 @@ def train(
     lr = _default_lr(config, target.config.hidden_size) if config.lr is None else config.lr
     optimizers, this_run = _make_optimizers(head, lr), _identity(config, target)
     run = _resume(checkpoint, head, optimizers, this_run)
-    processes.wait()
+    state = PartialState()
+    state.wait_for_everyone()
     batches = Batches(data, config)
-    keep = partial(_save, checkpoint if processes.is_first() else None, head, optimizers, run, this_run)
+    keep = partial(_save, checkpoint if state.is_main_process else None, head, optimizers, run, this_run)
     gradients = _gradients_of(target, head, config, _states_of(target, batches, config, checkpoint))
     limit_s = math.inf if config.minutes is None else 60 * config.minutes
     began, saved_at, whole_step = time.monotonic() - run["elapsed_s"], time.monotonic(), True
-    shown = {"desc": "distilling", "unit": "step", "disable": not processes.is_first()}
+    shown = {"desc": "distilling", "unit": "step", "disable": not state.is_main_process}
     total = config.last_step if math.isfinite(config.last_step) else None
     with tqdm(total=total, initial=run["step"], **shown) as progress:
         try:
@@ -82,7 +84,7 @@ def train(
                 _update(optimizers, lr * learning_rate_scale(run["step"], run["elapsed_s"], config))
                 run["step"] += 1
                 run["tokens"] += batch.num_tokens
-                run["elapsed_s"] = processes.agree(time.monotonic() - began)
+                (run["elapsed_s"],) = broadcast_object_list([time.monotonic() - began])
                 run["losses"].append(round(loss, 5))
                 whole_step = True
                 _show(progress, run["losses"])
@@ -100,7 +102,7 @@ def train(
 
 def _states_of(target: Target, batches: Batches, config: TrainConfig, checkpoint: Path | None) -> StatesOf:
     """Return what gives the target's states of a batch: kept on disk where they fit there, else computed."""
-    if batches.rows is not None and checkpoint is not None and processes.count() == 1:
+    if batches.rows is not None and checkpoint is not None and PartialState().num_processes == 1:
         needed = kept_bytes(target, sum(batches.rows.lengths))
         wanted = needed <= config.keep_states * 2**30 and batches.sees_again(config.last_step)
         if wanted and fits(checkpoint.parent, needed):
@@ -189,17 +191,21 @@ def _gradients_of(
 ) -> Callable[[Batch, Tensor], float]:
     """Return a function that leaves the whole batch's gradient in the head's parameters and returns its loss."""
     device = target.lm_head.weight.device
-    loss_of = _loss_of(target, head, config, device.type)
+    loss_of, state = _loss_of(target, head, config, device.type), PartialState()
 
     def gradients(batch: Batch, block_starts: Tensor) -> float:
         total = 0.0
-        for part, share in batch.shares(processes.rank(), processes.count(), config.accumulate):
+        for part, share in batch.shares(state.process_index, state.num_processes, config.accumulate):
             with torch.no_grad(), autocast(device.type, uses_bfloat16(device.type)):
                 states = states_of(part)
             loss = loss_of(*states, part.ids.to(device), block_starts.to(device), _on(part.weights, device)) * share
             loss.backward()
             total += loss.item()
-        return processes.average(total, head.parameters())
+        if state.num_processes == 1:
+            return total
+        for parameter in head.parameters():
+            parameter.grad = reduce(parameter.grad)  # the mean over all processes
+        return reduce(torch.tensor(total, device=device)).item()
 
     return gradients
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from torch import Tensor
 
 from vllm_eesd.config import LONGEST_DRAFT
-from vllm_eesd.distill import processes
 from vllm_eesd.distill.config import DistillConfig
 from vllm_eesd.distill.data import TokenData
 from vllm_eesd.distill.expected import (
@@ -35,7 +34,7 @@ def chosen_vocabulary(
 ) -> tuple[int | str, str]:
     """Return (tokens to draft from or "all", a line that says why, "" where there was no choice).
 
-    Chosen where the LM head has more parameters than the layers of a draft step. All processes must call this.
+    Chosen where the LM head has more parameters than the layers of a draft step.
 
     Args:
         config: whose `head_layers` is known.
@@ -47,19 +46,6 @@ def chosen_vocabulary(
     dominates = lm_head_dominates(target, target.exit_layer, config.head_layers)
     if config.loss == "ce_text" or not dominates or not can_be_cut(target):
         return "all", ""
-    if config.shard_target:
-        return "all", "drafts from all tokens: the times of a shared target say nothing; --draft-vocab V would set it"
-    return processes.agree(_chosen(config, target, data, windows, work) if processes.is_first() else ("", ""))
-
-
-def can_be_cut(target: Target) -> bool:
-    """Return whether an engine can gather rows of the target's LM head: a quantised target's may be packed away."""
-    return target.lm_head.bias is None and getattr(target.config, "quantization_config", None) is None
-
-
-def _chosen(
-    config: DistillConfig, target: Target, data: TokenData, windows: Tensor, work: Path
-) -> tuple[int | str, str]:
     kept = work / KEPT_NAME
     if kept.exists():
         size = json.loads(kept.read_text(encoding="utf-8"))["draft_vocab"]
@@ -68,6 +54,11 @@ def _chosen(
     size = choice.size or "all"
     write_json(kept, {"draft_vocab": size})
     return size, f"draft vocabulary: {describe(choice, target.config.vocab_size)}"
+
+
+def can_be_cut(target: Target) -> bool:
+    """Return whether an engine can gather rows of the target's LM head: a quantised target's may be packed away."""
+    return target.lm_head.bias is None and getattr(target.config, "quantization_config", None) is None
 
 
 def choice_of(config: DistillConfig, target: Target, data: TokenData, windows: Tensor) -> VocabularyChoice:
