@@ -141,7 +141,7 @@ class Roofline:
     Attributes:
         shape: the target's.
         exit_layer: N, the target's layers that a draft step runs.
-        head_layers: M, the exit head's that it runs behind them; 0 without a head.
+        head_layers: M, the exit head's layers after them; 0 without a head.
         gpu: one device.
         tp: devices, tensor parallel.
         dtype: of the weights, one that the device has.

@@ -251,7 +251,7 @@ def test_the_second_of_two_engines(engine, greedy, random_target, drafter_of, tm
 
 #: How EESD is asked for, and what a vLLM says to it that has not loaded the plugin.
 UNLOADED = {
-    "--speculative-config eesd": "Value eesd cannot be converted to",
+    "--speculative-config eesd": "Value eesd cannot be converted",
     "--spec-method eesd": "invalid choice: 'eesd'",
 }
 

@@ -13,6 +13,7 @@ import argparse
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -115,14 +116,26 @@ def run(args: argparse.Namespace) -> int:
     }
     if args.json:
         write_json(args.json, outcome)
-    print(f"calibration error on rounds not fitted to: {before:.4f} raw confidence, {after:.4f} calibrated")
-    print(f"acceptance per position, given the ones before: {_shown(rates)}")
-    print(f"of drafts drawn at temperature {DRAWN_TEMPERATURE}: {_shown(drawn_rates)}")
-    print(f"of drafts drawn by shared noise, as of requests with a seed: {_shown(shared_noise_rates)}")
-    print(f"of these, by margin from small to large: {_shown(calibration.bin_rates[SHARED_NOISE].tolist())}")
-    print(f"wrote {Path(args.head) / FILE_NAME}; prior alpha {prior.alpha}, beta {prior.beta}")
-    print(f"next: {outcome['next']}")
+    _report(outcome, calibration.bin_rates[SHARED_NOISE].tolist())
     return 0
+
+
+def _report(outcome: dict[str, Any], by_margin: list[float]) -> None:
+    """Print what a calibration found.
+
+    Args:
+        outcome: as written to `--json`.
+        by_margin: acceptance of drafts verified by shared noise, by the bin of their margin.
+    """
+    errors, prior = (outcome["ece_before"], outcome["ece_after"]), outcome["prior"]
+    print("calibration error on rounds not fitted to: {:.4f} raw confidence, {:.4f} calibrated".format(*errors))
+    print(f"acceptance per position, given the ones before: {_shown(outcome['acceptance_per_position'])}")
+    print(f"of drafts drawn at temperature {DRAWN_TEMPERATURE}: {_shown(outcome['drawn_acceptance_per_position'])}")
+    shared = _shown(outcome["shared_noise_acceptance_per_position"])
+    print(f"of drafts drawn by shared noise, as of requests with a seed: {shared}")
+    print(f"of these, by margin from small to large: {_shown(by_margin)}")
+    print(f"wrote {Path(outcome['head']) / FILE_NAME}; prior alpha {prior['alpha']}, beta {prior['beta']}")
+    print(f"next: {outcome['next']}")
 
 
 def own_texts(

@@ -88,10 +88,9 @@ class EESDSpeculativeConfig(SpeculativeConfig):
         environment = read_environment()
         check_runner(environment, target, parallel)
         check_batch_sizes(eesd, environment)
-        longest = eesd.num_speculative_tokens
-        if longest is None:
-            # V2's scheduler books the longest draft for every request, whatever is drafted.
-            longest = LONGEST_NGRAM_DRAFT if policy_args.uses_ngrams and environment.runner == "V1" else LONGEST_DRAFT
+        # V2's scheduler books the longest draft for every request, whatever is drafted.
+        default = LONGEST_NGRAM_DRAFT if policy_args.uses_ngrams and environment.runner == "V1" else LONGEST_DRAFT
+        longest = default if eesd.num_speculative_tokens is None else eesd.num_speculative_tokens
         if args is not None:
             check_kv_connector(args, environment)
             check_scheduling(environment, args)
