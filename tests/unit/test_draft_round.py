@@ -99,6 +99,26 @@ def test_a_row_that_may_not_draft_may_have_an_ngram_draft():
     assert draft_tokens(round_, model, np.array([0, 100])) == [[2, 1, 2], [101]]
 
 
+def test_any_second_drafter_will_do():
+    """One that always proposes the same: what a round wants of it is in `SecondDrafter`."""
+
+    class Same:
+        matched, tokens = np.ones(2, dtype=np.int64), np.array([[7, 8, 9], [4, 5, 6]])
+
+        def chances(self, slots):
+            return np.tile(np.array([1.0, 0.9, 0.8, 0.7]), (len(slots), 1))
+
+    class TakingTheSecond(Scripted):
+        def take_ngrams(self, slots, chances, limits):
+            assert chances.shape == (2, 4)
+            return np.array([0, 2])
+
+    model = Counting()
+    round_ = DraftRound(TakingTheSecond([1, 1]), np.array([1, 0]), np.array([8, 8]), Same())
+    assert draft_tokens(round_, model, np.array([100, 0])) == [[101], [7, 8]]
+    assert model.calls == [([0], 0)]
+
+
 def test_the_policy_is_told_of_every_drafted_token():
     """Also of the last one a row may draft: calibration counts it."""
     _, model, policy = run(lengths=[9, 9], limits=[2, 3])

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, cast
 
 import numpy as np
 
 from vllm_eesd.config import MAX_SPECULATIVE_TOKENS
 from vllm_eesd.policy import NGRAM, DraftLengthPolicy
-from vllm_eesd.round.ngram import NgramDrafter, NgramRates
+from vllm_eesd.round.second_drafter import DraftChances, SecondDrafter
 
 
 class DraftRound:
@@ -38,7 +38,7 @@ class DraftRound:
         policy: DraftLengthPolicy,
         slots: np.ndarray,
         limits: np.ndarray,
-        ngrams: NgramRates | None = None,
+        ngrams: DraftChances | None = None,
         ngram_limits: np.ndarray | None = None,
     ) -> None:
         self.policy, self.slots, self.limits, self.ngrams = policy, slots, limits, ngrams
@@ -103,9 +103,9 @@ class DraftRound:
     def ngram_drafts(self) -> list[list[int]]:
         """Return each row's n-gram draft, num_rows lists of token ids; empty where the exit head drafts."""
         drafts: list[list[int]] = [[] for _ in self.slots]
-        assert isinstance(self.ngrams, NgramDrafter | None)
         for row in np.flatnonzero(self.from_ngrams).tolist():
-            drafts[row] = self.ngrams.tokens[self.slots[row], : self.lengths[row]].tolist()
+            tokens = cast(SecondDrafter, self.ngrams).tokens
+            drafts[row] = tokens[self.slots[row], : self.lengths[row]].tolist()
         return drafts
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from vllm_eesd.policy import GREEDY, DraftLengthPolicy
 from vllm_eesd.request_options import RequestOptions
-from vllm_eesd.round.ngram import NgramRates
+from vllm_eesd.round.second_drafter import DraftChances
 
 
 class NewRequest(NamedTuple):
@@ -38,7 +38,7 @@ class RunningRequests:
         max_num_reqs: int,
         num_speculative_tokens: int,
         policy: DraftLengthPolicy,
-        ngrams: NgramRates | None = None,
+        ngrams: DraftChances | None = None,
         kind_of: Callable[[Any], int] | None = None,
     ) -> None:
         self.max_num_reqs, self.num_speculative_tokens = max_num_reqs, num_speculative_tokens

@@ -30,6 +30,7 @@ from vllm_eesd.round.idle import MAY_NOT_DRAFT, IdleBackoff
 from vllm_eesd.round.ngram import NgramRates
 from vllm_eesd.round.outcome import Learner, StepTimes
 from vllm_eesd.round.requests import NewRequest, RunningRequests
+from vllm_eesd.round.second_drafter import DraftChances
 from vllm_eesd.round.slots import PendingDrafts
 from vllm_eesd.round.step import Drafted, Grown, Readable, Step, UnderWay
 
@@ -58,7 +59,7 @@ class Session:
         counters: DraftStats,
         num_speculative_tokens: int,
         delay: int = 0,
-        ngrams: NgramRates | None = None,
+        ngrams: DraftChances | None = None,
         kind_of: Callable[[Any], int] | None = None,
         agree: Callable[[StepTimes], list[StepTimes]] | None = None,
         drafts: PendingDrafts | None = None,
@@ -192,7 +193,7 @@ class Session:
             counts: of `Step`.
             decoded, emitted: rows whose last draft was of the same request; rows whose text has grown.
         """
-        assert self.ngrams is not None
+        assert isinstance(self.ngrams, NgramRates)
         decoded = decoded[judged.matched[decoded] >= 0]
         slots, (num_sampled, num_right, _) = judged.step.slots[decoded], np.ascontiguousarray(counts[decoded].T)
         num_judged = np.minimum(num_sampled, self.ngrams.longest)
@@ -204,7 +205,7 @@ class Session:
         self,
         slots: np.ndarray,
         limits: np.ndarray,
-        ngrams: NgramRates | None = None,
+        ngrams: DraftChances | None = None,
         ngram_limits: np.ndarray | None = None,
     ) -> DraftRound:
         """Begin a round and return it: its first tokens are decided, or with a delay all of it.

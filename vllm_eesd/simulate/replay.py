@@ -11,7 +11,8 @@ from vllm_eesd.config import MAX_SPECULATIVE_TOKENS
 from vllm_eesd.policy import DraftLengthPolicy
 from vllm_eesd.round.counters import DraftStats
 from vllm_eesd.round.draft import draft_tokens
-from vllm_eesd.round.ngram import NgramDrafter, NgramRates
+from vllm_eesd.round.ngram import NgramDrafter
+from vllm_eesd.round.second_drafter import DraftChances
 from vllm_eesd.round.session import Session
 from vllm_eesd.round.step import Known, Step
 from vllm_eesd.simulate.world import World
@@ -203,7 +204,7 @@ class PolicyDrafter(Drafter):
         self.policy.costs.observe_verify(len(drafts), len(drafts) + num_drafts, ms)
         return num_drafted, round_.lengths
 
-    def _find_ngrams(self, batch: Batch) -> NgramRates | None:
+    def _find_ngrams(self, batch: Batch) -> DraftChances | None:
         """Find the rows' n-gram drafts; None if the policy uses none or no text is known."""
         ngrams = self.session.ngrams
         if isinstance(ngrams, NgramDrafter):
