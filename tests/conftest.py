@@ -37,6 +37,12 @@ os.environ.setdefault("PYTHONSAFEPATH", "1")
 V2, KERNELS = REPOSITORY / "tests" / "engine_v2", REPOSITORY / "tests" / "kernels" / "interpreted"
 
 
+#: Tests that take minutes each, and the shorter ones that `make test` has for what they test.
+LONG = {
+    "tests/soak/test_soak.py::test_a_short_soak": "the parts of a soak: test_server.py, test_faults.py, test_sampling.py",
+}
+
+
 @functools.cache
 def has_gpu() -> bool:
     import torch
@@ -69,6 +75,7 @@ def pytest_addoption(parser):
     parser.addoption("--fuzz-minutes", type=float, default=0, help="how long pairs of options are tried; 0: a few")
     parser.addoption("--fuzz-seed", type=int, default=None, help="of these draws; printed where it is not given")
     parser.addoption("--fuzz-first", type=int, default=0, help="number of the first draw: to repeat one, or to go on")
+    parser.addoption("--long", action="store_true", help="also the tests that take minutes each, `LONG`")
     parser.addoption("--report", default=None, help="write counts and the features' outcomes to this JSON file")
 
 
@@ -103,12 +110,39 @@ def keep_to_own_cores():
         os.sched_setaffinity(0, share)
 
 
-def pytest_report_header():
+def leaves_long_out(config) -> bool:
+    """Whether only the tests outside `LONG` are run: those that are named are wanted."""
+    named = any("::" in name or name.endswith(".py") for name in config.args)
+    return not config.getoption("--long") and not named
+
+
+def pytest_report_header(config):
     elsewhere = [str(folder.relative_to(REPOSITORY)) for folder in (V2, KERNELS) if is_elsewhere(folder)]
-    return [f"not in this process, but in make test's next: {', '.join(elsewhere)}"] if elsewhere else []
+    lines = [f"not in this process, but in make test's next: {', '.join(elsewhere)}"] if elsewhere else []
+    long = [name for name in LONG if not is_elsewhere(REPOSITORY / name.partition("::")[0])]
+    if long and leaves_long_out(config):
+        lines += ["left out, as they take minutes each (make test ARGS=--long):", *(f"  {name}" for name in long)]
+    return lines
 
 
-def pytest_collection_modifyitems(items):
+def leave_long_out(config, items) -> None:
+    """Deselect the tests of `LONG`.
+
+    Raises:
+        pytest.UsageError: one of them is no test of its file.
+    """
+    names = {item.nodeid for item in items}
+    files = {name.partition("::")[0] for name in names}
+    lost = [name for name in LONG if name.partition("::")[0] in files and name not in names]
+    if lost:
+        raise pytest.UsageError(f"in LONG of tests/conftest.py, and no test: {', '.join(lost)}")
+    config.hook.pytest_deselected(items=[item for item in items if item.nodeid in LONG])
+    items[:] = [item for item in items if item.nodeid not in LONG]
+
+
+def pytest_collection_modifyitems(config, items):
+    if leaves_long_out(config):
+        leave_long_out(config, items)
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return
