@@ -37,10 +37,43 @@ os.environ.setdefault("PYTHONSAFEPATH", "1")
 V2, KERNELS = REPOSITORY / "tests" / "engine_v2", REPOSITORY / "tests" / "kernels" / "interpreted"
 
 
-#: Tests that take minutes each, and the shorter ones that `make test` has for what they test.
-LONG = {
-    "tests/soak/test_soak.py::test_a_short_soak": "the parts of a soak: test_server.py, test_faults.py, test_sampling.py",
-}
+#: Tests that take a minute or more each, or are many; shorter ones have most of what they test. `make test ARGS=--long`.
+LONG = (
+    # Whole engines, whose options and requests other tests have one by one.
+    "tests/soak/test_soak.py::test_a_short_soak",
+    "tests/engine_v1/test_embedded.py::test_greedy_identity_on_real_prompts[compiled]",
+    "tests/engine_v1/test_embedded.py::test_greedy_identity_on_real_prompts[preemption]",
+    "tests/engine_v1/test_public_clients.py::test_a_client_is_answered_as_by_plain_vllm",
+    "tests/engine_v1/test_data_parallel.py::test_eight_clients_of_two_engines[by default two]",
+    "tests/engine_v1/test_server.py::test_a_pause_while_requests_are_streamed[mode=keep-3]",
+    # What the tests beside them do, with other weights, layers or ranks, or compiled.
+    "tests/engine_v1/test_kv_connectors.py::test_a_prefill_and_a_decode_engine[compiled]",
+    "tests/engine_v1/test_reloaded_weights.py::test_reloaded_weights[packed by oneDNN]",
+    "tests/engine_v1/test_reloaded_weights.py::test_bfloat16",
+    "tests/engine_v1/test_reloaded_weights.py::test_two_ranks",
+    "tests/engine_v1/test_tensor_parallel.py::test_more_ranks_than_kv_heads",
+    "tests/engine_v1/test_training_parity.py::test_heads_of_several_layers[6-2-aux_layers0]",
+    "tests/engine_v2/test_gpu_start.py::test_greedy_identity_from_graphs[drawn drafts, metadata updated in the graph]",
+    "tests/engine_v2/test_compiled.py::test_greedy_identity_with_everything_compiled[kernels]",
+    # Alone what another test has in every batch, or by another policy.
+    "tests/engine_v1/test_exact_distribution.py::test_every_policy[adaedl-greedy]",
+    "tests/engine_v1/test_exact_distribution.py::test_every_policy[beta_ts-greedy]",
+    "tests/engine_v1/test_exact_distribution.py::test_every_policy[calibrated_ts-greedy]",
+    "tests/engine_v1/test_exact_distribution.py::test_every_policy[confidence-greedy]",
+    "tests/engine_v1/test_exact_distribution.py::test_every_policy[draft_verify-greedy]",
+    "tests/engine_v1/test_exact_distribution.py::test_every_policy[fixed-greedy]",
+    "tests/engine_v1/test_exact_distribution.py::test_one_kind_of_request[T=0.5-greedy]",
+    "tests/engine_v1/test_exact_distribution.py::test_one_kind_of_request[T=1.5, top_k and top_p-greedy]",
+    "tests/engine_v1/test_exact_distribution.py::test_one_kind_of_request[repetition penalty-greedy]",
+    "tests/engine_v1/test_exact_distribution.py::test_one_kind_of_request[frequency penalty-greedy]",
+    "tests/engine_v1/test_exact_distribution.py::test_one_kind_of_request[min_p-greedy]",
+    "tests/engine_v1/test_exact_distribution.py::test_one_kind_of_request[logit_bias-greedy]",
+    "tests/engine_v1/test_exact_distribution.py::test_one_kind_of_request[logprobs-greedy]",
+    "tests/engine_v1/test_exact_distribution.py::test_one_kind_of_request[own seeds-greedy]",
+    "tests/engine_v2/test_shared_noise.py::test_a_seed_means_plain_vllms_text[beta_ts]",
+    "tests/engine_v2/test_shared_noise.py::test_a_seed_means_plain_vllms_text[calibrated_ts]",
+    "tests/engine_v2/test_shared_noise.py::test_a_seed_means_plain_vllms_text[confidence]",
+)
 
 
 @functools.cache
