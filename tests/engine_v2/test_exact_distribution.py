@@ -84,9 +84,9 @@ def test_likely_drafts_passed_off_as_sampled_are_noticed(
 
     draw = EarlyExitSpeculator._sample
 
-    def most_probable(self, logits):
-        draw(self, logits)  # keeps the logits for verification
-        return logits.argmax(dim=-1)
+    def most_probable(self, logits, confidence):
+        draw(self, logits, confidence)  # keeps the logits for verification
+        return logits.argmax(dim=-1), confidence
 
     monkeypatch.setattr(EarlyExitSpeculator, "_sample", most_probable)
     head = cloned_head(eight_token_target, 1, 1)
@@ -103,10 +103,10 @@ def test_a_draft_that_ends_before_an_unlikely_token_is_noticed(
     draw, end = EarlyExitSpeculator._sample, EarlyExitSpeculator._run_round
     likely = []
 
-    def noting(self, logits):
-        tokens = draw(self, logits)
+    def noting(self, logits, confidence):
+        tokens, confidence = draw(self, logits, confidence)
         likely.append(tokens == logits.argmax(dim=-1))
-        return tokens
+        return tokens, confidence
 
     def cut(self, step, *args):
         likely.clear()
