@@ -37,7 +37,7 @@ os.environ.setdefault("PYTHONSAFEPATH", "1")
 V2, KERNELS = REPOSITORY / "tests" / "engine_v2", REPOSITORY / "tests" / "kernels" / "interpreted"
 
 
-#: Tests that take a minute or more each, or are many; shorter ones have most of what they test. `make test ARGS=--long`.
+#: Tests that take a minute or more each, or are many; shorter ones have most of it. `make test ARGS=--long` runs them.
 LONG = (
     # Whole engines, whose options and requests other tests have one by one.
     "tests/soak/test_soak.py::test_a_short_soak",

@@ -9,7 +9,10 @@ import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 #: How a row may end. A "no" is a refusal, in a line that the row's test has read.
-OUTCOMES = ("the same", "every request served", "refused", "not in this vLLM")
+OUTCOMES = (
+    "the same", "the new weights' answers", "every request served", "starts", "works", "refused", "not in this vLLM",
+    "drafted and accepted", "computed anew", "no step has taken it", "a series of each engine", "one of each engine",
+)  # fmt: skip
 
 
 @pytest.fixture

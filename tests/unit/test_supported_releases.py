@@ -34,9 +34,15 @@ def extras():
     return next(ast.literal_eval(keyword.value) for keyword in keywords if keyword.arg == "extras_require")
 
 
+def vllm_of(extra):
+    """The requirement of vLLM of an extra."""
+    [requirement] = [one for one in extras()[extra] if one.startswith("vllm")]
+    return requirement
+
+
 def oldest():
     """The lower bound of setup.py."""
-    [requirement] = extras()["gpu"]
+    requirement = vllm_of("gpu")
     return re.fullmatch(r"vllm>=([\d.]+),<[\d.]+", requirement)[1]
 
 
@@ -65,7 +71,7 @@ def superfluous(lower_bound):
 
 
 def test_every_place_says_the_same_releases():
-    [gpu], [cpu] = extras()["gpu"], extras()["cpu"]
+    gpu, cpu = vllm_of("gpu"), vllm_of("cpu")
     lowest, highest = re.fullmatch(r"vllm>=([\d.]+),<([\d.]+)", gpu).groups()
     assert release(lowest) == release(SUPPORTED_VLLM[0])
     newest = release(SUPPORTED_VLLM[-1])
