@@ -170,8 +170,10 @@ def try_draw(engines, drawn):
             wrong.append((drawn.requests[number], plain.outcomes[number], outcome))
         else:
             verdicts[found] += 1
-    if wrong and plain.outcomes[0].kind != "not started" and is_unsure(engines, options, drawn, plain, named):
-        verdicts[UNSURE], wrong = len(wrong), []
+    # An engine that died, or a request refused later, is EESD's fault whatever plain vLLM answers.
+    differing = [one for one in wrong if one[1].kind == one[2].kind == "answered"]
+    if differing and is_unsure(engines, options, drawn, plain, named):
+        verdicts[UNSURE], wrong = len(differing), [one for one in wrong if one not in differing]
     of_engine = {"drafter_faults", "speculation_off", "died_together", "kv_cache_usage"} & ours.stats.keys()
     wrong += [(name, ours.stats[name]) for name in sorted(of_engine) if ours.stats[name]]
     return +verdicts, wrong, ours.stats.get("accepted", 0)
